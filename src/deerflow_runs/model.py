@@ -162,7 +162,9 @@ class Run:
 
     ``epoch`` is the fencing token: it grows at every grant and whenever the run is taken from its owner. ``turn``
     orders the runs that write to a thread; None until the first start. Instants are microseconds of the store's
-    clock. ``progress_epoch`` is the last epoch that wrote a checkpoint (O30).
+    clock. ``progress_epoch`` is the last epoch that wrote a checkpoint (O30). ``kwargs`` (input and configuration) is
+    None where a read left it out: only claims, admissions and single reads carry it. ``deliveries`` names what the
+    ending puts into the outbox beside the receipt: kind to payload.
     """
 
     run_id: RunId
@@ -174,7 +176,7 @@ class Run:
     turn: int | None = None
     executor: str | None = None
     payload_version: int = 1
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] | None = None
     assistant_id: str | None = None
     user_id: str | None = None
     model_name: str | None = None
@@ -206,6 +208,8 @@ class Run:
     settled_by: WorkerId | None = None
     superseded_by: RunId | None = None
     progress_at: Micros | None = None
+    last_checkpoint: str | None = None
+    deliveries: Mapping[str, Any] = field(default_factory=dict)
     usage: Usage = NO_USAGE
     created_at: Micros = Micros(0)
     started_at: Micros | None = None

@@ -1,0 +1,252 @@
+"""Who may enter a thread (ownership.md §4): strategy × what stands on the thread → one plan, as a value.
+
+``plan_admission`` sees a thread as one consistent look and says what to do; whoever has the database carries it out
+under the thread's lock, or has already done the common case in one guarded statement and looks only when that
+statement found no room. No I/O and no clock here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, assert_never, final
+
+from ..model import (
+    MICROS_PER_SECOND,
+    CancelAction,
+    Micros,
+    OnDisconnect,
+    OnOrphan,
+    OperationKind,
+    Run,
+    RunId,
+    RunStatus,
+    Strategy,
+    ThreadId,
+    WorkerId,
+)
+from .lifecycle import Actor, Applied, Facts, Given, RunEvent, decide
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Newcomer:
+    """An operation that asks for a thread.
+
+    ``take`` says that the asking session has a free slot and can run it: it enters owned, otherwise vacant. ``pinned``
+    makes the asking session its home: no other may claim it. ``delay`` is microseconds from the store's now.
+    ``stateless`` runs have their idempotency key to themselves per user, others per user and thread (O5).
+    """
+
+    run_id: RunId
+    thread_id: ThreadId
+    worker_id: WorkerId
+    kind: OperationKind = OperationKind.RUN
+    strategy: Strategy = Strategy.REJECT
+    take: bool = True
+    pinned: bool = False
+    delay: Micros = Micros(0)
+    executor: str | None = None
+    payload_version: int = 1
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    assistant_id: str | None = None
+    user_id: str | None = None
+    model_name: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    on_disconnect: OnDisconnect = OnDisconnect.CONTINUE
+    on_orphan: OnOrphan = OnOrphan.FAIL
+    required_capabilities: frozenset[str] = frozenset()
+    idempotency_key: str | None = None
+    payload_digest: str | None = None
+    stateless: bool = False
+    max_attempts: int = 3
+    run_timeout: Micros | None = None
+    temporary: bool = False
+    deliveries: Mapping[str, Any] = field(default_factory=dict)
+    max_queued: int | None = 100
+
+    @property
+    def idempotency_scope(self) -> str:
+        """Never null, and two different pairs of user and thread never read alike."""
+        user = self.user_id or ""
+        return f"{len(user)}:{user}{'' if self.stateless else self.thread_id}"
+
+    @property
+    def delayed(self) -> bool:
+        """Not due yet: it waits in the queue whether or not the thread is free."""
+        return self.delay > 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ThreadView:
+    """One consistent look at a thread. ``known`` is the run with the newcomer's id, else the one with its key;
+    ``queued`` is in order of (due_at, seq); ``facts`` and ``owner_expires_at`` speak of the active operation."""
+
+    facts: Facts
+    known: Run | None = None
+    active: Run | None = None
+    queued: tuple[Run, ...] = ()
+    owner_expires_at: Micros | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """This very request was admitted before: answer ``run`` and change nothing. ``by_key`` is False when it is the
+    newcomer's own lost reply, so that its caller still runs it (O5, O8)."""
+
+    run: Run
+    by_key: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """The run id or the key belongs to another request."""
+
+    run: Run
+    by_key: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Insert as pending."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Insert as queued; flag ``behind`` so that its end promotes (O2). None: a delayed run on an idle thread."""
+
+    behind: Run | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Displace:
+    """Record ``action`` on ``incumbent``, end the waiting ``ended``, then insert: queued behind the incumbent, or
+    pending where there is none (O3)."""
+
+    action: CancelAction
+    incumbent: Run | None
+    ended: tuple[Run, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ClearFirst:
+    """The holder is nobody's any more: let ``event`` happen to it, then look again (O1, O3)."""
+
+    run: Run
+    event: RunEvent
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PromoteFirst:
+    """Nobody is active but a due run waits: promote it, then look again (O2)."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Deny:
+    """The thread is held by ``holder``; ``retry_after`` in whole seconds, at least one."""
+
+    holder: Run
+    retry_after: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DenyFull:
+    """The thread's queue holds ``limit`` runs already."""
+
+    limit: int
+    retry_after: int
+
+
+Plan = Reuse | Clash | Enter | Wait | Displace | ClearFirst | PromoteFirst | Deny | DenyFull
+
+CLEARINGS: Final = (
+    RunEvent.TAKE_OVER_FAIL,
+    RunEvent.TAKE_OVER_FAIL_WAITING,
+    RunEvent.TAKE_OVER_RELEASE,
+    RunEvent.FORCE,
+)
+"""The ends that anybody may bring to a holder nobody runs."""
+
+
+def plan_admission(newcomer: Newcomer, view: ThreadView, given: Given) -> Plan:
+    """What to do with ``newcomer`` on the thread of ``view``; ``given`` carries the cancel grace."""
+    if view.known is not None:
+        return _known(newcomer, view.known)
+    if clearing := _clearing(newcomer, view, given):
+        return clearing
+    if newcomer.delayed and newcomer.strategy is not Strategy.REJECT:
+        return _wait(newcomer, view)
+    match newcomer.strategy:
+        case Strategy.REJECT:
+            return _reject(newcomer, view)
+        case Strategy.ENQUEUE:
+            return _enqueue(newcomer, view)
+        case Strategy.INTERRUPT:
+            return _displace(CancelAction.INTERRUPT, view)
+        case Strategy.ROLLBACK:
+            return _displace(CancelAction.ROLLBACK, view)
+        case _:
+            assert_never(newcomer.strategy)
+
+
+def _known(newcomer: Newcomer, known: Run) -> Reuse | Clash:
+    """O5: same request, same run; another payload or another place under the same name is a clash."""
+    by_key = known.run_id != newcomer.run_id
+    same_place = known.thread_id == newcomer.thread_id or (by_key and newcomer.stateless)
+    same = same_place and known.user_id == newcomer.user_id and known.payload_digest == newcomer.payload_digest
+    return Reuse(known, by_key) if same else Clash(known, by_key)
+
+
+def _clearing(newcomer: Newcomer, view: ThreadView, given: Given) -> ClearFirst | None:
+    """O1: a dead holder whose run can only fail, or a dead reservation, never refuses or delays anybody."""
+    if view.active is None:
+        return None
+    actor = Actor(newcomer.worker_id)
+    for event in CLEARINGS:
+        if isinstance(decide(view.active, event, actor, view.facts, given), Applied):
+            return ClearFirst(view.active, event)
+    return None
+
+
+def _reject(newcomer: Newcomer, view: ThreadView) -> Plan:
+    holder = view.active or (view.queued[0] if view.queued else None)
+    if holder is not None:
+        return Deny(holder, _retry_after(holder, view))
+    return Wait(None) if newcomer.delayed else Enter()
+
+
+def _enqueue(newcomer: Newcomer, view: ThreadView) -> Plan:
+    if view.active is not None:
+        return _wait(newcomer, view)
+    due = any(run.due_at <= view.facts.now for run in view.queued)
+    return PromoteFirst() if due else Enter()
+
+
+def _wait(newcomer: Newcomer, view: ThreadView) -> Wait | DenyFull:
+    limit = newcomer.max_queued
+    if limit is not None and len(view.queued) >= limit:
+        return DenyFull(limit, _retry_after(view.active or view.queued[0], view))
+    return Wait(view.active)
+
+
+def _displace(action: CancelAction, view: ThreadView) -> Displace | Deny:
+    """O3: slot before queue; a live reservation is never displaced."""
+    if view.active is not None and view.active.reservation:
+        return Deny(view.active, _retry_after(view.active, view))
+    return Displace(action, view.active, view.queued)
+
+
+def _retry_after(holder: Run, view: ThreadView) -> int:
+    """Seconds until the holder's lease or due time, whichever speaks of it; at least one."""
+    until = holder.due_at if holder.status is RunStatus.QUEUED else view.owner_expires_at or view.facts.now
+    return max(1, -(-(until - view.facts.now) // MICROS_PER_SECOND))
