@@ -1,6 +1,7 @@
 """Tables and indexes, once, for SQLite and PostgreSQL (ownership.md §2). No statement lives here.
 
-Instants are integer microseconds of the store's clock. JSON is kept as text in both databases: PostgreSQL's own JSON
+Nothing refers to ``dr_runs`` by a foreign key: the check would lock the run's row at every event; a removal deletes
+the dependent rows in its own transaction. Instants are integer microseconds of the store's clock. JSON is kept as text in both databases: PostgreSQL's own JSON
 types would reorder keys and turn ``1e22`` into an integer, and what a caller stored must come back as it was.
 """
 
@@ -14,11 +15,11 @@ from sqlalchemy import (
     Column,
     Computed,
     Dialect,
-    ForeignKey,
     Index,
     Integer,
     LargeBinary,
     MetaData,
+    Sequence,
     String,
     Table,
     Text,
@@ -182,7 +183,7 @@ Index("ix_dr_runs_thread", runs.c.thread_id, runs.c.created_at, runs.c.run_id)
 base_writes = Table(
     "dr_base_writes",
     metadata,
-    Column("run_id", ID, ForeignKey("dr_runs.run_id", ondelete="CASCADE"), primary_key=True),
+    Column("run_id", ID, primary_key=True),
     Column("namespace", Text, primary_key=True),
     Column("checkpoint_id", ID, primary_key=True),
     Column("task_id", ID, primary_key=True),
@@ -213,7 +214,7 @@ Index("ix_dr_threads_user", threads.c.user_id, threads.c.updated_at, threads.c.t
 events = Table(
     "dr_events",
     metadata,
-    Column("run_id", ID, ForeignKey("dr_runs.run_id", ondelete="CASCADE"), primary_key=True),
+    Column("run_id", ID, primary_key=True),
     Column("id", BigInteger, primary_key=True, autoincrement=False),
     Column("thread_id", ID, nullable=False),
     Column("event", ID, nullable=False),
@@ -226,7 +227,7 @@ events = Table(
 outbox = Table(
     "dr_outbox",
     metadata,
-    Column("run_id", ID, ForeignKey("dr_runs.run_id", ondelete="CASCADE"), primary_key=True),
+    Column("run_id", ID, primary_key=True),
     Column("kind", WORD, primary_key=True),
     Column("payload", JsonText, nullable=False),
     Column("attempts", Integer, nullable=False),
@@ -251,5 +252,6 @@ meta = Table(
 )
 """Schema facts (``min_reader``, ``payload_version``) and, on SQLite, the counters ``seq`` and ``turn``."""
 
-SEQUENCES: Final = ("dr_seq", "dr_turn")
-"""PostgreSQL sequences, cached one at a time: a session that hoards numbers would put turns out of order (O15)."""
+SEQ: Final = Sequence("dr_seq", metadata=metadata, cache=1)
+TURN: Final = Sequence("dr_turn", metadata=metadata, cache=1)
+"""PostgreSQL only. Cached one at a time: a session that hoards numbers would put turns out of order (O15)."""
