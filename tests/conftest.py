@@ -139,20 +139,16 @@ def _drop_databases(server: PostgresServer, prefix: str) -> None:
 # --- What is checked and said about the whole run -------------------------------------------------------------------
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A citation that names no rule proves nothing."""
-    for item in items:
-        for marker in item.iter_markers("rule"):
-            if not marker.args or not all(_RULE.fullmatch(name) for name in marker.args):
-                raise pytest.UsageError(
-                    f"{item.nodeid}: @rule{marker.args} names no rule (O, I, B, F, P or T and a number)"
-                )
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A citation that names no rule fails its test. (Raised while collecting, xdist would swallow the message.)"""
+    for marker in item.iter_markers("rule"):
+        if not marker.args or not all(_RULE.fullmatch(name) for name in marker.args):
+            pytest.fail(f"@rule{marker.args} names no rule ({_RULE.pattern})", pytrace=False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many tests were skipped because a helper program is missing, by name."""
-    reasons = [str(report.longrepr) for report in terminalreporter.getreports("skipped")]
-    missing = skipped_for_programs(reasons)
+    missing = skipped_for_programs(str(report.longrepr) for report in terminalreporter.getreports("skipped"))
     if missing:
         names = ", ".join(f"{name} ({count})" for name, count in sorted(missing.items()))
         terminalreporter.write_line(f"{missing.total()} tests skipped because a helper program is missing: {names}")

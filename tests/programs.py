@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import pytest
 
-_REASON = re.compile(r"needs the program (\S+)")
+_REASON = re.compile(r"needs the program ([\w.+-]+)")
 # Debian keeps servers where only root's PATH looks.
 _PLACES = os.pathsep.join(["/usr/sbin", "/usr/local/sbin"])
 
