@@ -1,0 +1,1 @@
+"""The stores: the tables, their statements and the connections to SQLite and PostgreSQL."""
