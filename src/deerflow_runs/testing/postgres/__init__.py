@@ -11,11 +11,21 @@ import os
 from collections.abc import Iterator, Mapping
 from urllib.parse import quote, urlencode
 
-from deerflow_runs.testing.postgres.binaries import NoPostgres, find_binaries
+from deerflow_runs.testing.postgres.binaries import NoPostgres, binary_places, find_binaries, unfit
 from deerflow_runs.testing.postgres.cluster import PostgresCluster, Settings
 from deerflow_runs.testing.postgres.server import PostgresServer
 
-__all__ = ["NoPostgres", "PostgresCluster", "PostgresServer", "Settings", "find_binaries", "given_dsn", "open_server"]
+__all__ = [
+    "NoPostgres",
+    "PostgresCluster",
+    "PostgresServer",
+    "Settings",
+    "binary_places",
+    "find_binaries",
+    "given_dsn",
+    "open_server",
+    "unfit",
+]
 
 DSN_VARIABLE = "DEERFLOW_RUNS_TEST_DSN"
 LIBPQ_VARIABLE = "DEERFLOW_RUNS_TEST_USE_LIBPQ_ENV"

