@@ -13,7 +13,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final, assert_never, final
 
-from ..model import (
+from deerflow_runs.model import (
     ACTIVE,
     NO_USAGE,
     TERMINAL,
@@ -29,7 +29,7 @@ from ..model import (
     Usage,
     WorkerId,
 )
-from .recovery import next_attempt, used_up
+from deerflow_runs.protocol.recovery import next_attempt, seizers_attempt, used_up
 
 
 class RunEvent(StrEnum):
@@ -113,7 +113,7 @@ class Effect(StrEnum):
     FLAG_BEHIND = "queue_behind set"
     FIRST_ATTEMPT = "attempt at least 1"
     COUNT_ATTEMPT = "attempt counted"
-    COUNT_ATTEMPT_IF_ANOTHERS = "attempt counted if the owner was another"
+    COUNT_RESTORE = "attempt = number of this restore"
     BACK_OFF = "not_before = now + backoff"
     READY_NOW = "not_before = now"
     CLEAR_WAITS = "waits_for cleared"
@@ -330,7 +330,7 @@ TRANSITIONS: Final[Mapping[RunEvent, Rule]] = MappingProxyType(
             ACTIVE,
             S.PENDING,
             (G.IS_RUN, G.ROLLBACK_OWED, G.MINE_UNHELD_OR_OVERDUE, G.CAPABLE),
-            (E.COUNT_ATTEMPT_IF_ANOTHERS, E.TAKE_OWNERSHIP, E.CLEAR_WAITS),
+            (E.COUNT_RESTORE, E.TAKE_OWNERSHIP, E.CLEAR_WAITS),
         ),
         RunEvent.TAKE_OVER_FAIL: Rule(
             ACTIVE,
@@ -567,9 +567,8 @@ def change(effect: Effect, run: Run, by: Actor, facts: Facts, given: Given) -> d
             return {"attempt": max(run.attempt, 1)}
         case Effect.COUNT_ATTEMPT:
             return {"attempt": next_attempt(run)}
-        case Effect.COUNT_ATTEMPT_IF_ANOTHERS:
-            mine = run.owner_worker_id == by.worker_id
-            return {"attempt": run.attempt if mine else next_attempt(run)}
+        case Effect.COUNT_RESTORE:
+            return {"attempt": seizers_attempt(run, by=by.worker_id)}
         case Effect.BACK_OFF:
             return {"not_before": Micros(facts.now + given.backoff)}
         case Effect.READY_NOW:

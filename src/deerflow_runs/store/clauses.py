@@ -175,6 +175,16 @@ def next_attempt() -> ColumnElement[int]:
     return case((R.progress_epoch == R.epoch, literal_column("1")), else_=R.attempt + literal_column("1"))
 
 
+def _seizers_attempt(me: ColumnElement[Any]) -> ColumnElement[int]:
+    """Restores are counted apart from attempts; see ``recovery.seizers_attempt``."""
+    granted = func.coalesce(R.granted_at, literal_column("0"))
+    restoring = and_(
+        R.status == word("pending"), R.owner_worker_id.is_not(null()), granted >= R.cancel_requested_at
+    )
+    again = case((R.owner_worker_id == me, R.attempt), else_=R.attempt + literal_column("1"))
+    return case((restoring, again), else_=literal_column("1"))
+
+
 def thread_active() -> ColumnElement[bool]:
     """Another operation is active on the run's thread."""
     other = runs.alias("other")
@@ -220,8 +230,8 @@ def _columns(effect: Effect, rule: Rule, dialect: Dialect, shape: Shape) -> Colu
             return {"attempt": case((R.attempt < 1, literal_column("1")), else_=R.attempt)}
         case Effect.COUNT_ATTEMPT:
             return {"attempt": next_attempt()}
-        case Effect.COUNT_ATTEMPT_IF_ANOTHERS:
-            return {"attempt": case((R.owner_worker_id == me, R.attempt), else_=next_attempt())}
+        case Effect.COUNT_RESTORE:
+            return {"attempt": _seizers_attempt(me)}
         case Effect.BACK_OFF:
             return {"not_before": dialect.now + bindparam("p_backoff", type_=BigInteger)}
         case Effect.READY_NOW:

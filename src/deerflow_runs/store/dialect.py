@@ -37,7 +37,7 @@ Counter = str
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Dialect:
     """What differs. ``writes_in_ctes``: one statement may change several tables, so an ending is one round trip.
 
