@@ -25,7 +25,7 @@ from sqlalchemy import (
     true,
 )
 
-from deerflow_runs.model import NO_USAGE, RunKey, RunStatus, SessionState, StopReason, Usage
+from deerflow_runs.model import NO_USAGE, Json, RunKey, RunStatus, SessionState, StopReason, Usage
 from deerflow_runs.protocol.lifecycle import Actor, Effect, Given, Guard, Into, Rule
 from deerflow_runs.store.dialect import Dialect
 from deerflow_runs.store.schema import JsonText, runs, workers
@@ -339,7 +339,7 @@ def parameters(by: Actor, given: Given) -> dict[str, Any]:
     return usage | {
         "p_worker": by.worker_id,
         "p_epoch": by.epoch,
-        "p_capabilities": encode(sorted(by.capabilities)),
+        "p_capabilities": _names(by.capabilities),
         "p_previous": by.previous,
         "p_grace": given.cancel_grace,
         "p_action": given.action.value,
@@ -347,7 +347,7 @@ def parameters(by: Actor, given: Given) -> dict[str, Any]:
         "p_error": given.error,
         "p_base_heads": dict(given.base_heads),
         "p_backoff": given.backoff,
-        "p_requirements": encode(sorted(given.requirements)),
+        "p_requirements": _names(given.requirements),
         "p_checkpoint": given.checkpoint,
         "p_model_name": given.model_name,
         "p_outcome": given.outcome.value if given.outcome else None,
@@ -356,3 +356,8 @@ def parameters(by: Actor, given: Given) -> dict[str, Any]:
     }
 
 
+
+
+def _names(names: frozenset[str]) -> str:
+    ordered: list[Json] = [*sorted(names)]
+    return encode(ordered)

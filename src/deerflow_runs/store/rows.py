@@ -50,7 +50,7 @@ def whole(columns: ColumnCollection[str, Any] | None = None) -> list[Any]:
 
 def to_run(row: Row[Any]) -> Run:
     """A run from a row of ``narrow()`` or ``whole()`` columns, whatever else the row holds."""
-    data: Mapping[str, Any] = row._mapping
+    data: Mapping[str, Any] = row._asdict()
     return Run(
         run_id=RunId(data["run_id"]),
         thread_id=ThreadId(data["thread_id"]),
@@ -119,7 +119,7 @@ def _usage(data: Mapping[str, Any]) -> Usage:
 
 def to_session(row: Row[Any]) -> Session:
     """A session from a whole row of ``dr_workers``."""
-    data: Mapping[str, Any] = row._mapping
+    data: Mapping[str, Any] = row._asdict()
     return Session(
         worker_id=WorkerId(data["worker_id"]),
         state=SessionState(data["state"]),

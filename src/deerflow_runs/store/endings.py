@@ -1,0 +1,390 @@
+"""The one routine that ends operations and frees threads (O28), for one run and for many.
+
+An ending changes the run, the thread's outcome, the receipt and the outbox together, and promotes the next waiting
+run in the same transaction. PostgreSQL does all but the promotion in one statement (a promotion needs a fresh
+snapshot, O7); SQLite does one after the other inside its transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final, final
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Delete,
+    FromClause,
+    Insert,
+    Select,
+    Text,
+    Update,
+    bindparam,
+    case,
+    cast,
+    delete,
+    func,
+    insert,
+    literal_column,
+    null,
+    select,
+    update,
+)
+from sqlalchemy.dialects.postgresql import ARRAY
+
+from deerflow_runs.model import ACTIVE, OperationKind, Run, RunKey, RunStatus, ThreadOutcome
+from deerflow_runs.protocol.lifecycle import (
+    TRANSITIONS,
+    Actor,
+    Applied,
+    Decision,
+    Effect,
+    Given,
+    Guard,
+    Into,
+    Refused,
+    RunEvent,
+)
+from deerflow_runs.store.clauses import (
+    R,
+    Shape,
+    assignments,
+    at_key,
+    first_due,
+    guards,
+    key_parameters,
+    parameters,
+    thread_active,
+    word,
+)
+from deerflow_runs.store.dialect import Dialect
+from deerflow_runs.store.events import explain
+from deerflow_runs.store.rows import narrow, to_run, whole
+from deerflow_runs.store.schema import JsonText, base_writes, outbox, runs, threads
+from deerflow_runs.store.schema import events as event_log
+from deerflow_runs.store.statement import Statement
+
+Change = Insert | Update | Delete
+
+
+def optimistic(event: RunEvent) -> bool:
+    """Whether its holder may end it in one autocommit statement while nobody waits and no cancel is recorded (O7)."""
+    rule = TRANSITIONS[event]
+    return rule.frees and (Effect.CANCEL_DECIDES in rule.effects or event is RunEvent.RELEASE)
+
+
+# --- One run --------------------------------------------------------------------------------------------------------
+
+
+def end_optimistically(
+    connection: Connection, dialect: Dialect, key: RunKey, event: RunEvent, by: Actor, given: Given
+) -> Run | None:
+    """O7's fast path: one statement. None: somebody waits, a cancel is recorded, or the run is not ours."""
+    bag = parameters(by, given) | key_parameters(key)
+    return _first(_ending_of_one(event, dialect, Shape.of(given), True).run(connection, bag))
+
+
+def end_locked(
+    connection: Connection, dialect: Dialect, key: RunKey, event: RunEvent, by: Actor, given: Given
+) -> Decision:
+    """The whole way, inside a transaction: lock the thread, end, then promote in a later statement.
+
+    A refusal leaves everything as it was; ``Applied`` means that it has happened, now or (``repeated``) before.
+    """
+    bag = parameters(by, given) | key_parameters(key)
+    dialect.lock_threads(connection, [key.thread_id])
+    while (ended := _first(_ending_of_one(event, dialect, Shape.of(given), False).run(connection, bag))) is None:
+        decision = explain(connection, dialect, key, event, by, given)
+        if isinstance(decision, Refused) or decision.repeated:
+            return decision
+    if TRANSITIONS[event].frees:
+        let_in_the_next(connection, dialect, by, (ended,))
+    return Applied(ended)
+
+
+def _first(ended: tuple[Run, ...]) -> Run | None:
+    return ended[0] if ended else None
+
+
+# --- Many runs ------------------------------------------------------------------------------------------------------
+
+
+def end_batch(
+    connection: Connection, dialect: Dialect, event: RunEvent, by: Actor, given: Given, limit: int
+) -> tuple[Run, ...]:
+    """Let the event happen to up to ``limit`` runs that the table allows it for, oldest first, skipping rows that are
+    busy; then promote on exactly the threads that were freed. Takes no thread lock: it holds each thread's active row
+    before it touches the queue (O7)."""
+    bag = parameters(by, given) | {"p_limit": limit}
+    ended = _ending_of_many(event, dialect, Shape.of(given)).run(connection, bag)
+    if TRANSITIONS[event].frees:
+        let_in_the_next(connection, dialect, by, ended)
+    return ended
+
+
+def change_batch(
+    connection: Connection, dialect: Dialect, event: RunEvent, by: Actor, given: Given, limit: int
+) -> tuple[Run, ...]:
+    """The same for events that end nothing: one statement on PostgreSQL. Answers whole rows, stored input included,
+    for a claim, which is about to run them."""
+    bag = parameters(by, given) | {"p_limit": limit}
+    return _change_of_many(event, dialect, Shape.of(given)).run(connection, bag)
+
+
+def end_these(
+    connection: Connection, dialect: Dialect, event: RunEvent, by: Actor, given: Given, ids: Sequence[str]
+) -> tuple[Run, ...]:
+    """Let an event that frees no thread happen to exactly these runs, as far as the table allows it."""
+    if not ids:
+        return ()
+    bag = parameters(by, given) | {"p_ids": list(ids)}
+    return _ending_of_these(event, dialect, Shape.of(given)).run(connection, bag)
+
+
+# --- The statement of an ending -------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A change of runs with all that follows from it.
+
+    ``chosen`` finds the rows first where the database cannot choose and change in one statement; ``followers`` are the
+    further changes where it cannot make them in the same statement either.
+    """
+
+    change: Statement
+    followers: tuple[Statement, ...] = ()
+    chosen: Statement | None = None
+
+    def run(self, connection: Connection, bag: Mapping[str, Any]) -> tuple[Run, ...]:
+        """Carry it out; the runs as they are afterwards (as they were, where their rows are gone)."""
+        bag = dict(bag)
+        if self.chosen is not None:
+            bag["p_ids"] = self.chosen.run(connection, bag).scalars().all()
+            if not bag["p_ids"]:
+                return ()
+        changed = tuple(to_run(row) for row in self.change.run(connection, bag))
+        bag["p_ids"] = [run.run_id for run in changed]
+        for follower in self.followers if changed else ():
+            follower.run(connection, bag)
+        return changed
+
+
+@cache
+def _ending_of_one(event: RunEvent, dialect: Dialect, shape: Shape, nobody_waits: bool) -> Ending:  # noqa: FBT001 - cached
+    rule = TRANSITIONS[event]
+    alone = [~R.queue_behind, R.cancel_action.is_(null())] if nobody_waits else []
+    return _with_followers(event, dialect, shape, at_key(), guards(rule, dialect), *alone)
+
+
+@cache
+def _ending_of_these(event: RunEvent, dialect: Dialect, shape: Shape) -> Ending:
+    return _with_followers(event, dialect, shape, _id_in_list(), guards(TRANSITIONS[event], dialect))
+
+
+@cache
+def _ending_of_many(event: RunEvent, dialect: Dialect, shape: Shape) -> Ending:
+    if dialect.writes_in_ctes:
+        return _with_followers(event, dialect, shape, _id_in_chosen(event, dialect))
+    return replace(_with_followers(event, dialect, shape, _id_in_list()), chosen=_chosen(event, dialect))
+
+
+@cache
+def _change_of_many(event: RunEvent, dialect: Dialect, shape: Shape) -> Ending:
+    columns = whole() if event is RunEvent.CLAIM else narrow()
+    changes = update(runs).values(assignments(TRANSITIONS[event], dialect, shape)).returning(*columns)
+    if dialect.writes_in_ctes:
+        return Ending(Statement.of(changes.where(_id_in_chosen(event, dialect))))
+    return Ending(Statement.of(changes.where(_id_in_list())), chosen=_chosen(event, dialect))
+
+
+def _with_followers(event: RunEvent, dialect: Dialect, shape: Shape, *where: ColumnElement[bool]) -> Ending:
+    rule = TRANSITIONS[event]
+    change: Any = delete(runs) if rule.target is Into.GONE else update(runs).values(assignments(rule, dialect, shape))
+    change = change.where(*where).returning(*narrow())
+    if not dialect.writes_in_ctes:
+        ended: FromClause = select(runs).where(_id_in_list()).subquery("ended")
+        return Ending(Statement.of(change), tuple(map(Statement.of, followers(event, ended, _id_list(), dialect))))
+    ended = change.cte("ended")
+    answer = select(ended)
+    for number, follower in enumerate(followers(event, ended, select(ended.c.run_id), dialect)):
+        answer = answer.add_cte(follower.cte(f"follower_{number}"))
+    return Ending(Statement.of(answer))
+
+
+def _id_list() -> Any:
+    return bindparam("p_ids", expanding=True)
+
+
+def _id_in_list() -> ColumnElement[bool]:
+    return R.run_id.in_(_id_list())
+
+
+def _id_in_chosen(event: RunEvent, dialect: Dialect) -> ColumnElement[bool]:
+    """``= ANY(ARRAY(…))``, never ``IN``: under a nested loop a locking subquery runs again for every row."""
+    return R.run_id == func.any(func.array(_candidates(event, dialect).scalar_subquery()))
+
+
+@cache
+def _chosen(event: RunEvent, dialect: Dialect) -> Statement:
+    return Statement.of(_candidates(event, dialect))
+
+
+def _candidates(event: RunEvent, dialect: Dialect) -> Select[Any]:
+    """Up to ``p_limit`` runs that the event may happen to, locked, never waiting for a busy row."""
+    rule = TRANSITIONS[event]
+    found = select(R.run_id).where(guards(rule, dialect), *_narrowing(event))
+    order = (R.not_before, R.run_id) if event is RunEvent.CLAIM else (R.run_id,)
+    limited = found.order_by(*order).limit(bindparam("p_limit", type_=BigInteger))
+    return limited.with_for_update(skip_locked=True, of=runs, key_share=True).correlate(None)
+
+
+def _narrowing(event: RunEvent) -> list[ColumnElement[bool]]:
+    """What lets a partial index find the candidates; true of every row that the guards accept."""
+    rule = TRANSITIONS[event]
+    if not rule.sources <= ACTIVE:
+        return []
+    if Guard.UNOWNED in rule.guards:
+        return [R.active, R.owner_worker_id.is_(null())]
+    return [R.active, R.owner_worker_id.is_not(null())] if Guard.OWNER_IS_DEAD in rule.guards else [R.active]
+
+
+# --- What follows from an ending ------------------------------------------------------------------------------------
+
+
+def followers(event: RunEvent, ended: FromClause, ids: Any, dialect: Dialect) -> list[Change]:
+    """The further changes of an ending. ``ended`` are the ended runs' rows, ``ids`` their ids."""
+    if event is RunEvent.REMOVE:
+        return [delete(table).where(table.c.run_id.in_(ids)) for table in (base_writes, outbox, event_log)]
+    if TRANSITIONS[event].target is Into.GONE:
+        return []
+    base = delete(base_writes).where(base_writes.c.run_id.in_(ids))
+    return [_outcome(event, ended, dialect), _receipts(ended, dialect), _deliveries(ended, dialect), base]
+
+
+def _outcome(event: RunEvent, ended: FromClause, dialect: Dialect) -> Update:
+    """The thread is left as its last ended run left it. A run that never started has left nothing; only where the
+    rule ends what was active does a run that could not be started count."""
+    counts = [] if TRANSITIONS[event].sources <= ACTIVE else [ended.c.turn.is_not(null())]
+    mine = select(ended).where(ended.c.thread_id == threads.c.thread_id, *counts)
+    failed = ended.c.status.in_([word(RunStatus.ERROR), word(RunStatus.TIMEOUT)])
+    otherwise = func.coalesce(bindparam("p_outcome", type_=threads.c.outcome.type), word(ThreadOutcome.IDLE))
+    by_status = case((failed, word(ThreadOutcome.ERROR)), else_=otherwise)
+    return (
+        update(threads)
+        .where(mine.with_only_columns(literal_column("1")).exists())
+        .values(
+            outcome=mine.with_only_columns(by_status).scalar_subquery(),
+            error=mine.with_only_columns(case((failed, ended.c.error), else_=null())).scalar_subquery(),
+            updated_at=dialect.now,
+            **{
+                "values": func.coalesce(bindparam("p_values", type_=JsonText), threads.c["values"]),
+                "interrupts": func.coalesce(bindparam("p_interrupts", type_=JsonText), word("{}")),
+            },
+        )
+    )
+
+
+RECEIPT: Final = (
+    "thread_id",
+    "status",
+    "stop_reason",
+    "settled_by",
+    "epoch",
+    "attempt",
+    "last_checkpoint",
+    "model_name",
+    "input_tokens",
+    "output_tokens",
+    "total_tokens",
+    "llm_calls",
+    "message_count",
+    "settled_at",
+)
+"""What a receipt says about an ended run."""
+
+
+def _receipts(ended: FromClause, dialect: Dialect) -> Insert:
+    """One receipt a run. It is a record and not a delivery: written as delivered, kept as long as its run."""
+    payload = dialect.json_object({name: ended.c[name] for name in RECEIPT})
+    return _into_outbox(word("receipt"), payload, dialect.now, ended, ended, dialect)
+
+
+def _deliveries(ended: FromClause, dialect: Dialect) -> Insert:
+    """Whatever the run wants done at its end, by any worker that has the handler (O28)."""
+    wanted = dialect.pairs(ended.c.deliveries)
+    return _into_outbox(wanted.c.key, cast(wanted.c.value, Text), null(), ended, (ended, wanted), dialect)
+
+
+def _into_outbox(
+    kind: ColumnElement[str],
+    payload: ColumnElement[str],
+    delivered_at: ColumnElement[Any],
+    ended: FromClause,
+    source: Any,
+    dialect: Dialect,
+) -> Insert:
+    names = ["run_id", "kind", "payload", "attempts", "not_before", "delivered_at"]
+    sources = source if isinstance(source, tuple) else (source,)
+    is_run = ended.c.operation_kind == word(OperationKind.RUN)
+    rows = select(ended.c.run_id, kind, payload, literal_column("0"), dialect.now, delivered_at).where(is_run)
+    return insert(outbox).from_select(names, rows.select_from(*sources))
+
+
+# --- The next one ---------------------------------------------------------------------------------------------------
+
+
+def let_in_the_next(connection: Connection, dialect: Dialect, by: Actor, ended: Sequence[Run]) -> tuple[Run, ...]:
+    """Promote the first due run of every thread that was freed; of a deleted thread, end the waiting ones (O28)."""
+    deleted = sorted({run.thread_id for run in ended if run.kind is OperationKind.DELETE})
+    for thread_id in deleted:
+        ids = connection.scalars(_WAITING, {"p_thread": thread_id}).all()
+        end_these(connection, dialect, RunEvent.CANCEL_QUEUED, by, Given(error="the thread was deleted"), ids)
+    return promote(connection, dialect, sorted({run.thread_id for run in ended}.difference(deleted)))
+
+
+_WAITING: Final = select(R.run_id).where(R.thread_id == bindparam("p_thread"), R.status == word(RunStatus.QUEUED))
+
+
+def promote(connection: Connection, dialect: Dialect, thread_ids: Sequence[str]) -> tuple[Run, ...]:
+    """Make the first due waiting run of each thread active and vacant, where nothing is active (O7).
+
+    Runs in the transaction that freed the threads, or under their locks, always in a statement of its own.
+    """
+    if not thread_ids:
+        return ()
+    if dialect.writes_in_ctes:
+        rows = _promote_many(dialect).run(connection, {"p_threads": list(thread_ids)}).all()
+    else:
+        found = (_promote_one(dialect).run(connection, {"p_thread": thread_id}) for thread_id in thread_ids)
+        rows = [row for result in found for row in result]
+    return tuple(to_run(row) for row in rows)
+
+
+def _promotion(dialect: Dialect) -> Any:
+    rule = TRANSITIONS[RunEvent.PROMOTE]
+    changes = update(runs).values(assignments(rule, dialect, Shape())).returning(*narrow())
+    return changes.where(R.status == word(RunStatus.QUEUED), ~thread_active())
+
+
+@cache
+def _promote_one(dialect: Dialect) -> Statement:
+    return Statement.of(_promotion(dialect).where(R.run_id == first_due(bindparam("p_thread"), dialect)))
+
+
+@cache
+def _promote_many(dialect: Dialect) -> Statement:
+    wanted = func.unnest(bindparam("p_threads", type_=ARRAY(Text))).table_valued("thread_id").render_derived("wanted")
+    waiting = runs.alias("waiting")
+    mine = select(waiting.c.run_id).where(
+        waiting.c.thread_id == wanted.c.thread_id,
+        waiting.c.status == word(RunStatus.QUEUED),
+        waiting.c.due_at <= dialect.now,
+    )
+    first = mine.order_by(waiting.c.due_at, waiting.c.seq).limit(1).with_for_update(key_share=True).lateral("first")
+    heads = select(first.c.run_id).select_from(wanted, first).correlate(None).scalar_subquery()
+    return Statement.of(_promotion(dialect).where(R.run_id == func.any(func.array(heads))))

@@ -1,0 +1,153 @@
+"""One event on one run: the guarded statement, and the look that explains a refusal.
+
+Events that end an operation or free a thread are in ``endings``. What an answer of "no row" means is decided by
+``protocol.lifecycle.decide`` on a look at the row, never here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, final
+
+from sqlalchemy import Connection, Row, Select, bindparam, select, update
+
+from deerflow_runs.model import Micros, Run, RunKey, SessionState
+from deerflow_runs.protocol.lifecycle import (
+    NOTHING_GIVEN,
+    TRANSITIONS,
+    Actor,
+    Decision,
+    Facts,
+    Given,
+    RunEvent,
+    SessionFacts,
+    decide,
+)
+from deerflow_runs.store.clauses import (
+    R,
+    Shape,
+    assignments,
+    at_key,
+    first_due,
+    guards,
+    key_parameters,
+    parameters,
+    thread_active,
+)
+from deerflow_runs.store.dialect import Dialect
+from deerflow_runs.store.rows import narrow, to_run
+from deerflow_runs.store.schema import runs, workers
+from deerflow_runs.store.statement import Statement
+
+
+@cache
+def guarded_update(event: RunEvent, dialect: Dialect, shape: Shape) -> Statement:
+    """The event as one statement: its guards in the WHERE, its effects in the SET, the row afterwards as the answer."""
+    rule = TRANSITIONS[event]
+    changes = update(runs).where(at_key(), guards(rule, dialect)).values(assignments(rule, dialect, shape))
+    return Statement.of(changes.returning(*narrow()))
+
+
+def attempt(
+    connection: Connection, dialect: Dialect, key: RunKey, event: RunEvent, by: Actor, given: Given
+) -> Run | None:
+    """Let the event happen if the table allows it; None: it did not, and a look may say why."""
+    if event is RunEvent.START:
+        dialect.draw(connection, "turn")
+    bag = parameters(by, given) | key_parameters(key)
+    row = guarded_update(event, dialect, Shape.of(given)).run(connection, bag).one_or_none()
+    return None if row is None else to_run(row)
+
+
+# --- The look -------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A run and what its table's guards ask beside it, in one snapshot."""
+
+    run: Run | None
+    facts: Facts
+    owner_expires_at: Micros | None = None
+
+
+OWNER = workers.alias("owner_session")
+HOME = workers.alias("home_session")
+ME = workers.alias("my_session")
+
+
+def look_columns(dialect: Dialect) -> list[Any]:
+    """What a look reads beside the run's own columns."""
+    sessions = [
+        session.c[name].label(f"{prefix}_{name}")
+        for prefix, session in (("owner", OWNER), ("home", HOME))
+        for name in ("state", "proven", "dead_at", "lease", "expires_at")
+    ]
+    return [
+        dialect.now.label("now"),
+        ME.c.state.label("my_state"),
+        thread_active().label("thread_active"),
+        first_due(R.thread_id, dialect).label("first_due"),
+        *sessions,
+    ]
+
+
+def looking_from(statement: Select[Any]) -> Select[Any]:
+    """Join a look's sessions to the runs it reads."""
+    mine = ME.c.worker_id == bindparam("p_worker")
+    joined = runs.outerjoin(OWNER, OWNER.c.worker_id == R.owner_worker_id)
+    joined = joined.outerjoin(HOME, HOME.c.worker_id == R.home_worker_id).outerjoin(ME, mine)
+    return statement.select_from(joined)
+
+
+@cache
+def _look(dialect: Dialect) -> Statement:
+    return Statement.of(looking_from(select(*narrow(), *look_columns(dialect))).where(at_key()))
+
+
+@cache
+def _now(dialect: Dialect) -> Select[Any]:
+    return select(dialect.now)
+
+
+def look(connection: Connection, dialect: Dialect, key: RunKey, by: Actor) -> Look:
+    """Read the run and the facts its guards ask for. A run that is not there still has a now."""
+    row = _look(dialect).run(connection, key_parameters(key) | {"p_worker": by.worker_id}).one_or_none()
+    return to_look(row) if row is not None else Look(None, Facts(Micros(connection.scalar(_now(dialect)) or 0)))
+
+
+def to_look(row: Row[Any]) -> Look:
+    """A look from a row of ``narrow()`` and ``look_columns()``."""
+    data = row._mapping
+    facts = Facts(
+        now=Micros(data["now"]),
+        owner=_session(data, "owner"),
+        home=_session(data, "home"),
+        actor=SessionState(data["my_state"]) if data["my_state"] else SessionState.DEAD,
+        thread_active=bool(data["thread_active"]),
+        first_due=data["first_due"] == data["run_id"],
+    )
+    return Look(to_run(row), facts, data["owner_expires_at"])
+
+
+def _session(data: Any, prefix: str) -> SessionFacts | None:
+    if data[f"{prefix}_state"] is None:
+        return None
+    return SessionFacts(
+        state=SessionState(data[f"{prefix}_state"]),
+        proven=bool(data[f"{prefix}_proven"]),
+        dead_at=Micros(data[f"{prefix}_dead_at"] or 0),
+        lease=Micros(data[f"{prefix}_lease"]),
+    )
+
+
+def explain(
+    connection: Connection, dialect: Dialect, key: RunKey, event: RunEvent, by: Actor, given: Given = NOTHING_GIVEN
+) -> Decision:
+    """What the table says about the event now. "Applied, not repeated" means: it would be allowed, ask again."""
+    seen = look(connection, dialect, key, by)
+    return decide(seen.run, event, by, seen.facts, given)
+
+
