@@ -44,19 +44,23 @@ SURPLUS = """
 """
 
 # A reservation leaves no trace when it ends, whoever ends it.
-RELEASE = "DELETE FROM dr_runs WHERE operation_kind <> 'run' AND run_id IN ({surplus})"
+RELEASE = "DELETE FROM dr_runs WHERE operation_kind <> 'run' AND active AND run_id IN ({surplus})"
 
-# The new epoch fences the owner, should it still be there (O14).
+# ``active`` is asked again for whoever ended while the statement waited for its row: terminal is final (I5). The new
+# epoch fences the owner, should it still be there (O14). A restore that is owed cannot be carried out any more (I16).
 END = """
     UPDATE dr_runs SET
         status = 'error',
-        stop_reason = 'orphan_recovered',
+        stop_reason = CASE
+            WHEN cancel_action = 'rollback' AND turn IS NOT NULL THEN 'rollback_failed' ELSE 'orphan_recovered'
+        END,
         error = 'Another operation was active on the same thread; the upgrade of the database kept that one.',
         epoch = epoch + 1,
+        waits_for = NULL,
         settled_by = 'migration:0002',
         settled_at = {now},
         updated_at = {now}
-    WHERE run_id IN ({surplus})
+    WHERE active AND run_id IN ({surplus})
 """
 
 FORGET_BASE = """
@@ -64,11 +68,25 @@ FORGET_BASE = """
     WHERE run_id IN (SELECT run_id FROM dr_runs WHERE settled_by = 'migration:0002')
 """
 
+# I14: the key belongs to the run that had it first.
+FORGET_KEY = """
+    UPDATE dr_runs SET idempotency_key = NULL
+    WHERE run_id IN (
+        SELECT run_id FROM (
+            SELECT run_id, row_number() OVER (
+                PARTITION BY idempotency_scope, idempotency_key ORDER BY created_at, seq, run_id
+            ) AS place
+            FROM dr_runs WHERE idempotency_key IS NOT NULL
+        ) AS ranked
+        WHERE place > 1
+    )
+"""
+
 
 def upgrade() -> None:
     dialect = op.get_context().dialect.name
     now = NOW[dialect]
-    for statement in (RELEASE, END, FORGET_BASE):
+    for statement in (RELEASE, END, FORGET_BASE, FORGET_KEY):
         op.execute(statement.format(surplus=SURPLUS.format(now=now), now=now))
     if dialect == "sqlite":
         _create_indexes(concurrently=False)

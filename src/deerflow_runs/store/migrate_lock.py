@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final, final
@@ -112,18 +112,15 @@ def _holder(handle: IO[str]) -> str:
     return "unknown"
 
 
-@contextlib.asynccontextmanager
-async def postgres_lock(connection: AsyncConnection, patience: Patience) -> AsyncIterator[None]:
-    """Hold the session's advisory lock until the connection closes. No transaction is open while waiting, or after."""
+async def postgres_lock(connection: AsyncConnection, patience: Patience) -> None:
+    """Take the advisory lock, which lasts until the connection closes. No transaction is open while waiting or after."""
     for pause in patience.pauses():
         await asyncio.sleep(pause)
-        got = await connection.scalar(_TRY, _KEY)
+        taken = await connection.scalar(_TRY, _KEY)
         await connection.commit()
-        if got:
-            break
-    else:
-        raise StoreUnavailable(f"another upgrade ({await _holders(connection)}) still holds the lock; try again later")
-    yield
+        if taken:
+            return
+    raise StoreUnavailable(f"another upgrade ({await _holders(connection)}) still holds the lock; try again later")
 
 
 async def _holders(connection: AsyncConnection) -> str:
