@@ -29,7 +29,7 @@ from deerflow_runs.model import (
     Usage,
     WorkerId,
 )
-from deerflow_runs.protocol.recovery import next_attempt, seizers_attempt, used_up
+from deerflow_runs.protocol.recovery import being_restored, next_attempt, seizers_attempt, used_up
 
 
 class RunEvent(StrEnum):
@@ -251,8 +251,8 @@ class Rule:
 
     @property
     def ends(self) -> bool:
-        """Whether the operation is over after it; every such event goes through the ending's routine (O28)."""
-        return self.target in TERMINAL or self.target is Into.GONE
+        """Whether it brings an operation to its end; every such event goes through the ending's routine (O28)."""
+        return (self.target in TERMINAL or self.target is Into.GONE) and not self.sources <= TERMINAL
 
     @property
     def frees(self) -> bool:
@@ -430,9 +430,7 @@ class Refused:
 Decision = Applied | Refused
 
 
-def decide(
-    run: Run | None, event: RunEvent, by: Actor, facts: Facts, given: Given = NOTHING_GIVEN
-) -> Decision:
+def decide(run: Run | None, event: RunEvent, by: Actor, facts: Facts, given: Given = NOTHING_GIVEN) -> Decision:
     """Let ``event`` happen to ``run`` if the table allows it.
 
     The stores' statements are another reading of the same table; the contract suite holds them against this one.
@@ -642,7 +640,9 @@ def _repeats(rule: Rule, run: Run, by: Actor) -> bool:
         case Repeat.ENDED_BY_ME:
             return run.terminal and run.epoch == by.epoch and run.settled_by == by.worker_id
         case Repeat.MOVED_TO_ME:
-            return mine and run.active and by.epoch is not None and run.epoch == by.epoch + 1
+            # My own seizure moves a run to my next epoch too; the copy that ran before it must not go on (I4, I16).
+            next_epoch = by.epoch is not None and run.epoch == by.epoch + 1
+            return mine and run.active and next_epoch and not being_restored(run)
         case Repeat.HOME_IS_ME:
             return run.home_worker_id == by.worker_id and run.status in rule.sources
         case _:
