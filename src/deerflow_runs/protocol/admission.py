@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, assert_never, final
 
-from ..model import (
+from deerflow_runs.errors import UsageError
+from deerflow_runs.model import (
     MICROS_PER_SECOND,
     CancelAction,
     Micros,
@@ -20,12 +21,11 @@ from ..model import (
     OperationKind,
     Run,
     RunId,
-    RunStatus,
     Strategy,
     ThreadId,
     WorkerId,
 )
-from .lifecycle import Actor, Applied, Facts, Given, RunEvent, decide
+from deerflow_runs.protocol.lifecycle import Actor, Applied, Facts, Given, RunEvent, decide
 
 
 @final
@@ -64,6 +64,17 @@ class Newcomer:
     temporary: bool = False
     deliveries: Mapping[str, Any] = field(default_factory=dict)
     max_queued: int | None = 100
+
+    def __post_init__(self) -> None:
+        """A reservation that waits, is nobody's, or is found again by a key would hold a thread for no one."""
+        plain = self.strategy is Strategy.REJECT and self.take and not self.delayed
+        if self.reservation and not (plain and not self.pinned and self.idempotency_key is None):
+            raise UsageError("a reservation is taken at once or refused: no strategy, delay, home or idempotency key")
+
+    @property
+    def reservation(self) -> bool:
+        """Asks for the thread without being a run."""
+        return self.kind is not OperationKind.RUN
 
     @property
     def idempotency_scope(self) -> str:
@@ -200,10 +211,11 @@ def plan_admission(newcomer: Newcomer, view: ThreadView, given: Given) -> Plan:
 
 
 def _known(newcomer: Newcomer, known: Run) -> Reuse | Clash:
-    """O5: same request, same run; another payload or another place under the same name is a clash."""
+    """O5: same request, same run; another payload, kind or place under the same name is a clash."""
     by_key = known.run_id != newcomer.run_id
     same_place = known.thread_id == newcomer.thread_id or (by_key and newcomer.stateless)
-    same = same_place and known.user_id == newcomer.user_id and known.payload_digest == newcomer.payload_digest
+    theirs = (known.kind, known.user_id, known.payload_digest)
+    same = same_place and theirs == (newcomer.kind, newcomer.user_id, newcomer.payload_digest)
     return Reuse(known, by_key) if same else Clash(known, by_key)
 
 
@@ -219,9 +231,11 @@ def _clearing(newcomer: Newcomer, view: ThreadView, given: Given) -> ClearFirst 
 
 
 def _reject(newcomer: Newcomer, view: ThreadView) -> Plan:
+    if newcomer.kind is OperationKind.DELETE and view.active is None and view.queued:
+        return Displace(CancelAction.INTERRUPT, None, view.queued)  # O28: what waits goes with the thread
     holder = view.active or (view.queued[0] if view.queued else None)
     if holder is not None:
-        return Deny(holder, _retry_after(holder, view))
+        return Deny(holder, _retry_after(view))
     return Wait(None) if newcomer.delayed else Enter()
 
 
@@ -235,18 +249,19 @@ def _enqueue(newcomer: Newcomer, view: ThreadView) -> Plan:
 def _wait(newcomer: Newcomer, view: ThreadView) -> Wait | DenyFull:
     limit = newcomer.max_queued
     if limit is not None and len(view.queued) >= limit:
-        return DenyFull(limit, _retry_after(view.active or view.queued[0], view))
+        return DenyFull(limit, _retry_after(view))
     return Wait(view.active)
 
 
 def _displace(action: CancelAction, view: ThreadView) -> Displace | Deny:
     """O3: slot before queue; a live reservation is never displaced."""
     if view.active is not None and view.active.reservation:
-        return Deny(view.active, _retry_after(view.active, view))
+        return Deny(view.active, _retry_after(view))
     return Displace(action, view.active, view.queued)
 
 
-def _retry_after(holder: Run, view: ThreadView) -> int:
-    """Seconds until the holder's lease or due time, whichever speaks of it; at least one."""
-    until = holder.due_at if holder.status is RunStatus.QUEUED else view.owner_expires_at or view.facts.now
+def _retry_after(view: ThreadView) -> int:
+    """Seconds until the holder's lease ends or, where nobody holds, the first in the queue is due; at least one."""
+    waiting = view.queued[0].due_at if view.queued and view.active is None else None
+    until = waiting or view.owner_expires_at or view.facts.now
     return max(1, -(-(until - view.facts.now) // MICROS_PER_SECOND))
