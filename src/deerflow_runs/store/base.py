@@ -1,0 +1,294 @@
+"""What a store promises: the ``RunStore`` protocol and the values that go in and come out.
+
+Nothing here knows a database. Losing a race is an answer, never an exception; ``StoreUnavailable`` says that there was
+no answer, and every write may then be repeated with the same ids (O8). All methods are safe to cancel: the write
+happens as a whole or not at all, and which of the two a repeat finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, final
+
+from deerflow_runs.model import (
+    CancelAction,
+    Micros,
+    Run,
+    RunId,
+    RunKey,
+    RunStatus,
+    Scope,
+    Session,
+    SessionState,
+    ThreadId,
+    WorkerId,
+)
+from deerflow_runs.protocol.admission import Clash, Deny, DenyFull, Newcomer, Reuse
+from deerflow_runs.protocol.judge import Verdict
+from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Decision, Given, RunEvent
+
+# --- Admission ------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The newcomer is in. ``run`` is its row: owned, vacant, or queued. ``incumbent`` is the operation it waits for or
+    displaces, as it was left, so that its owner can be woken; ``ended`` are the waiting runs it displaced."""
+
+    run: Run
+    incumbent: Run | None = None
+    ended: tuple[Run, ...] = ()
+
+
+Admission = Admitted | Reuse | Clash | Deny | DenyFull
+"""The answer to a newcomer; see ``protocol.admission`` for the refusals."""
+
+
+# --- Sessions -------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """A cancel recorded on a run that the beating session owns (O10)."""
+
+    key: RunKey
+    epoch: int
+    action: CancelAction
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """The beat was accepted. ``requests`` are only read, so a lost reply loses nothing."""
+
+    beat: int
+    expires_at: Micros
+    state: SessionState
+    requests: tuple[CancelRequest, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NotLive:
+    """The session is dead or unknown and never beats again: open a new one and take the runs back (O13)."""
+
+
+Renewal = Renewed | NotLive
+
+
+# --- Recovery -------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What one pass over the orphans did (O26): runs ended, resumed, freed of a dead home, and reservations released."""
+
+    ended: tuple[Run, ...] = ()
+    resumed: tuple[Run, ...] = ()
+    freed: tuple[Run, ...] = ()
+    released: tuple[Run, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """How many operations were changed."""
+        return len(self.ended) + len(self.resumed) + len(self.freed) + len(self.released)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """One run's end, to be written together with others'."""
+
+    key: RunKey
+    event: RunEvent
+    by: Actor
+    given: Given = NOTHING_GIVEN
+
+
+# --- Reading --------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A part of a list, newest first. ``after`` asks for what follows; None: this was the end. ``unreadable`` names
+    rows that could not be read and were left out."""
+
+    runs: tuple[Run, ...]
+    after: str | None = None
+    unreadable: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunFilter:
+    """Which runs of a list; what is None does not restrict. ``metadata`` must be contained in the run's."""
+
+    statuses: Collection[RunStatus] | None = None
+    metadata: Mapping[str, object] | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TokenTotals:
+    """Tokens of a thread's runs. Runs of several models count once per model in ``runs_by_model``, so those overlap."""
+
+    runs: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    total_tokens: int = 0
+    by_model: Mapping[str, int] = field(default_factory=dict)
+    by_caller: Mapping[str, int] = field(default_factory=dict)
+    runs_by_model: Mapping[str, int] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Runs by status (``vacant`` are among the pending), why vacant runs wait, and sessions by state."""
+
+    by_status: Mapping[RunStatus, int]
+    vacant: int
+    waiting_for: Mapping[str, int]
+    sessions: Mapping[SessionState, int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """Which runs a thread's history hides after regenerations and edits (behaviours B188–B190)."""
+
+    hidden: frozenset[RunId]
+
+
+class OutboxKind(StrEnum):
+    """What an ending leaves to be done. A receipt is a record; the others are delivered at least once."""
+
+    RECEIPT = "receipt"
+    WEBHOOK = "webhook"
+    HOOK = "hook"
+    CLEANUP = "cleanup"
+
+
+# --- The store ------------------------------------------------------------------------------------------------------
+
+
+class RunStore(Protocol):
+    """Sessions, operations and their one table of transitions, kept in a database that many processes share."""
+
+    async def open(self) -> None:
+        """Connect and check the tables; raises ``SchemaMismatch`` with the command that mends them."""
+
+    async def close(self) -> None:
+        """Finish what was accepted and release every connection."""
+
+    async def now(self) -> Micros:
+        """The store's clock, the only one that stamps and judges durable instants."""
+
+    # Sessions
+
+    async def open_session(self, session: Session) -> Session:
+        """Begin a session with a fresh lease. Repeating it with the same id answers the row that is there while it is
+        live; an id that died is refused with ``UsageError``: ids are never reused (I12)."""
+
+    async def renew(
+        self, worker_id: WorkerId, *, hinted: bool = False, state: SessionState = SessionState.LIVE
+    ) -> Renewal:
+        """One beat: extend the lease and read the cancel requests (O10). One statement, whatever the number of runs.
+        A draining session stays draining."""
+
+    async def close_session(self, worker_id: WorkerId) -> bool:
+        """The last word of a session that leaves in order: dead and proven, so nobody waits for its expiry (O35)."""
+
+    async def declare_dead(self, verdict: Verdict) -> bool:
+        """Carry out a judge's verdict by one compare-and-set (O24); False: it beat meanwhile, or was dead already."""
+
+    async def sessions(self) -> tuple[Session, ...]:
+        """All sessions that are kept, oldest first."""
+
+    async def bury_strangers(self) -> int:
+        """Give owners and homes without a row a tombstone, so that their runs can be found as orphans (O26)."""
+
+    # Operations
+
+    async def admit(self, newcomer: Newcomer, given: Given = NOTHING_GIVEN) -> Admission:
+        """Let an operation into its thread by its strategy, or say who holds it (O1–O5)."""
+
+    async def apply(self, key: RunKey, event: RunEvent, by: Actor, given: Given = NOTHING_GIVEN) -> Decision:
+        """Let one event happen to one operation if the table allows it; endings promote, project and record (O28)."""
+
+    async def settle_many(self, settlements: Sequence[Settlement]) -> tuple[Decision, ...]:
+        """Several ends at once, answered in order; those that somebody waits behind take the long way one by one."""
+
+    # Sets of operations
+
+    async def claim(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """Take up to ``limit`` vacant runs that ``by`` can run, with their stored input (O31)."""
+
+    async def take_over(self, by: Actor, given: Given, limit: int) -> Swept:
+        """Recover up to ``limit`` orphans of each kind (O26, O29–O31)."""
+
+    async def force(self, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
+        """End cancelled runs that nobody holds or whose grace is over, where nothing is owed (O4)."""
+
+    async def promote(self, limit: int) -> tuple[Run, ...]:
+        """Make due waiting runs of up to ``limit`` idle threads active: how delayed runs come to life (O7)."""
+
+    async def hand_over(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """Make every uncancelled run of a session that may resume elsewhere vacant, whatever its epoch (O35)."""
+
+    async def re_home(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """Runs that wait with ``by.previous`` as home get ``by`` as home (O13)."""
+
+    async def end_waiting(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """End what waits with a draining session as its home (O35)."""
+
+    async def purge(self, *, before: Micros, limit: int) -> int:
+        """Remove up to ``limit`` operations that ended before an instant, with all that hangs on them."""
+
+    # Reads
+
+    async def get(self, key: RunKey, *, scope: Scope) -> Run | None:
+        """One run with its stored input; a foreign one reads as missing. Reservations are no runs."""
+
+    async def get_many(self, thread_id: ThreadId, run_ids: Collection[RunId], *, scope: Scope) -> dict[RunId, Run]:
+        """Those of the runs that exist on this thread."""
+
+    async def list_runs(
+        self,
+        thread_id: ThreadId,
+        *,
+        scope: Scope,
+        only: RunFilter | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> Page:
+        """Runs of a thread, newest first, by a cursor that is stable while others come and go."""
+
+    async def owned(self, worker_id: WorkerId) -> tuple[Run, ...]:
+        """The active operations that name this session as owner (O12's give back compares them with its own)."""
+
+    async def active(self, thread_id: ThreadId) -> Run | None:
+        """The operation that holds the thread, whatever its kind."""
+
+    async def queue(self, thread_id: ThreadId) -> tuple[Run, ...]:
+        """The runs that wait on the thread, in their order."""
+
+    async def seizable(self, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
+        """Runs that owe a rollback and that ``by`` may seize (O4)."""
+
+    async def counts(self) -> Counts:
+        """How many of what, for health and metrics; never scans ended runs."""
+
+    async def tokens_by_thread(
+        self, thread_id: ThreadId, *, scope: Scope, include_active: bool = False
+    ) -> TokenTotals:
+        """Token accounting of a thread: ended runs of every kind, active ones on request."""
+
+    async def visibility(self, thread_id: ThreadId, *, scope: Scope) -> Visibility:
+        """Which runs regenerations and edits hide."""
