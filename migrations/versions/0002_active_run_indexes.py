@@ -12,14 +12,14 @@ down_revision = "0001"
 branch_labels = None
 depends_on = None
 
-ACTIVE = "active"
 PARTIAL_INDEXES: list[tuple[str, list[str], str, bool]] = [
-    ("uq_dr_runs_active_thread", ["thread_id"], ACTIVE, True),
+    ("uq_dr_runs_active_thread", ["thread_id"], "active", True),
     ("uq_dr_runs_idempotency", ["idempotency_scope", "idempotency_key"], "idempotency_key IS NOT NULL", True),
     ("ix_dr_runs_owner", ["owner_worker_id"], "active AND owner_worker_id IS NOT NULL", False),
     ("ix_dr_runs_owner_cancelled", ["owner_worker_id"], "active AND cancel_requested_at IS NOT NULL", False),
     ("ix_dr_runs_queue", ["thread_id", "due_at", "seq"], "status = 'queued'", False),
     ("ix_dr_runs_vacant", ["not_before"], "active AND owner_worker_id IS NULL", False),
+    ("ix_dr_runs_settled", ["settled_at"], "settled_at IS NOT NULL", False),
 ]
 
 NOW = {
@@ -63,6 +63,40 @@ END = """
     WHERE active AND run_id IN ({surplus})
 """
 
+RECEIPT = [
+    "thread_id",
+    "status",
+    "stop_reason",
+    "settled_by",
+    "epoch",
+    "attempt",
+    "last_checkpoint",
+    "model_name",
+    "input_tokens",
+    "output_tokens",
+    "total_tokens",
+    "llm_calls",
+    "message_count",
+    "settled_at",
+]
+JSON_OBJECT = {"sqlite": "json_object({pairs})", "postgresql": "CAST(json_build_object({pairs}) AS TEXT)"}
+DELIVERIES = {
+    "sqlite": "json_each(r.deliveries) AS d",
+    "postgresql": "json_each(CAST(r.deliveries AS JSON)) AS d (key, value)",
+}
+
+# As at every end of a run (O28). Its thread's outcome is left to the run that is kept.
+WRITE_RECEIPT = """
+    INSERT INTO dr_outbox (run_id, kind, payload, attempts, not_before, delivered_at)
+    SELECT run_id, 'receipt', {receipt}, 0, {now}, {now} FROM dr_runs WHERE settled_by = 'migration:0002'
+    ON CONFLICT DO NOTHING
+"""
+ASK_FOR_DELIVERIES = """
+    INSERT INTO dr_outbox (run_id, kind, payload, attempts, not_before)
+    SELECT r.run_id, d.key, CAST(d.value AS TEXT), 0, {now} FROM dr_runs AS r, {deliveries}
+    WHERE r.settled_by = 'migration:0002'
+    ON CONFLICT DO NOTHING
+"""
 FORGET_BASE = """
     DELETE FROM dr_base_writes
     WHERE run_id IN (SELECT run_id FROM dr_runs WHERE settled_by = 'migration:0002')
@@ -85,15 +119,24 @@ FORGET_KEY = """
 
 def upgrade() -> None:
     dialect = op.get_context().dialect.name
-    now = NOW[dialect]
-    for statement in (RELEASE, END, FORGET_BASE, FORGET_KEY):
-        op.execute(statement.format(surplus=SURPLUS.format(now=now), now=now))
+    for statement in (RELEASE, END, WRITE_RECEIPT, ASK_FOR_DELIVERIES, FORGET_BASE, FORGET_KEY):
+        op.execute(_in(dialect, statement))
     if dialect == "sqlite":
         _create_indexes(concurrently=False)
         return
     with op.get_context().autocommit_block():
         _drop_half_built_indexes()
         _create_indexes(concurrently=True)
+
+
+def _in(dialect: str, statement: str) -> str:
+    pairs = ", ".join(f"'{name}', {name}" for name in RECEIPT)
+    return statement.format(
+        now=NOW[dialect],
+        surplus=SURPLUS.format(now=NOW[dialect]),
+        receipt=JSON_OBJECT[dialect].format(pairs=pairs),
+        deliveries=DELIVERIES[dialect],
+    )
 
 
 def _create_indexes(*, concurrently: bool) -> None:

@@ -35,8 +35,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import ARRAY
 
-from deerflow_runs.model import ACTIVE, OperationKind, Run, RunKey, RunStatus, ThreadOutcome
+from deerflow_runs.model import ACTIVE, Micros, OperationKind, Run, RunKey, RunStatus, ThreadOutcome, WorkerId
 from deerflow_runs.protocol.lifecycle import (
+    NOTHING_GIVEN,
     TRANSITIONS,
     Actor,
     Applied,
@@ -46,6 +47,7 @@ from deerflow_runs.protocol.lifecycle import (
     Guard,
     Into,
     Refused,
+    Rule,
     RunEvent,
 )
 from deerflow_runs.store.clauses import (
@@ -144,6 +146,21 @@ def end_these(
     return _ending_of_these(event, dialect, Shape.of(given)).run(connection, bag)
 
 
+def purge(connection: Connection, dialect: Dialect, before: Micros, limit: int) -> tuple[Run, ...]:
+    """Remove up to ``limit`` runs that ended before an instant, oldest end first, with all that hangs on them."""
+    ids = connection.scalars(_ENDED_BEFORE, {"p_before": before, "p_limit": limit}).all()
+    return end_these(connection, dialect, RunEvent.REMOVE, Actor(WorkerId("")), NOTHING_GIVEN, ids)
+
+
+_ENDED_BEFORE: Final = (
+    select(R.run_id)
+    .where(R.settled_at < bindparam("p_before", type_=BigInteger))
+    .order_by(R.settled_at)
+    .limit(bindparam("p_limit", type_=BigInteger))
+    .with_for_update(skip_locked=True)
+)
+
+
 # --- The statement of an ending -------------------------------------------------------------------------------------
 
 
@@ -236,11 +253,19 @@ def _chosen(event: RunEvent, dialect: Dialect) -> Statement:
 
 def _candidates(event: RunEvent, dialect: Dialect) -> Select[Any]:
     """Up to ``p_limit`` runs that the event may happen to, locked, never waiting for a busy row."""
-    rule = TRANSITIONS[event]
-    found = select(R.run_id).where(guards(rule, dialect), *_narrowing(event))
+    found = select(R.run_id).where(guards(_rule_of_many(event), dialect), *_narrowing(event))
     order = (R.not_before, R.run_id) if event is RunEvent.CLAIM else (R.run_id,)
     limited = found.order_by(*order).limit(bindparam("p_limit", type_=BigInteger))
     return limited.with_for_update(skip_locked=True, of=runs, key_share=True).correlate(None)
+
+
+def _rule_of_many(event: RunEvent) -> Rule:
+    """The event's rule; a whole session is handed over whatever the epochs of its runs are (O35)."""
+    rule = TRANSITIONS[event]
+    if event is not RunEvent.HAND_OVER:
+        return rule
+    kept = tuple(guard for guard in rule.guards if guard is not Guard.EPOCH_IS_MINE)
+    return replace(rule, guards=(*kept, Guard.RESUMES_WHEN_HOMELESS))
 
 
 def _narrowing(event: RunEvent) -> list[ColumnElement[bool]]:
@@ -388,3 +413,9 @@ def _promote_many(dialect: Dialect) -> Statement:
     first = mine.order_by(waiting.c.due_at, waiting.c.seq).limit(1).with_for_update(key_share=True).lateral("first")
     heads = select(first.c.run_id).select_from(wanted, first).correlate(None).scalar_subquery()
     return Statement.of(_promotion(dialect).where(R.run_id == func.any(func.array(heads))))
+
+
+def promote_under_lock(connection: Connection, dialect: Dialect, thread_ids: Sequence[str]) -> tuple[Run, ...]:
+    """Promote on threads that nobody has just freed: lock them first, then look afresh (O7)."""
+    dialect.lock_threads(connection, thread_ids)
+    return promote(connection, dialect, thread_ids)

@@ -72,6 +72,14 @@ class Look:
     facts: Facts
     owner_expires_at: Micros | None = None
 
+    @property
+    def unheld(self) -> bool:
+        """Active, and no living session has it."""
+        if self.run is None or not self.run.active:
+            return False
+        owner = self.facts.owner
+        return self.run.vacant or (owner is not None and owner.state is SessionState.DEAD)
+
 
 OWNER = workers.alias("owner_session")
 HOME = workers.alias("home_session")

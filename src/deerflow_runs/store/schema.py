@@ -28,7 +28,7 @@ from sqlalchemy import (
     text,
 )
 
-from .values import decode, encode
+from deerflow_runs.store.values import decode, encode
 
 ACTIVE_STATUSES: Final = "status IN ('pending', 'running')"
 """The generated column's expression. Guards by key speak of ``status`` themselves and never of ``active``: a guard
@@ -39,6 +39,7 @@ ACTIVE_OWNED: Final = text("active AND owner_worker_id IS NOT NULL")
 ACTIVE_CANCELLED: Final = text("active AND cancel_requested_at IS NOT NULL")
 ACTIVE_VACANT: Final = text("active AND owner_worker_id IS NULL")
 QUEUED: Final = text("status = 'queued'")
+ENDED: Final = text("settled_at IS NOT NULL")
 KEYED: Final = text("idempotency_key IS NOT NULL")
 """Predicates of the partial indexes: one constant each, used by the index and by whoever must infer it."""
 
@@ -178,6 +179,7 @@ _partial("ix_dr_runs_owner", runs.c.owner_worker_id, where=ACTIVE_OWNED)
 _partial("ix_dr_runs_owner_cancelled", runs.c.owner_worker_id, where=ACTIVE_CANCELLED)
 _partial("ix_dr_runs_queue", runs.c.thread_id, runs.c.due_at, runs.c.seq, where=QUEUED)
 _partial("ix_dr_runs_vacant", runs.c.not_before, where=ACTIVE_VACANT)
+_partial("ix_dr_runs_settled", runs.c.settled_at, where=ENDED)
 Index("ix_dr_runs_thread", runs.c.thread_id, runs.c.created_at, runs.c.run_id)
 
 base_writes = Table(

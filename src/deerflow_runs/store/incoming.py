@@ -1,0 +1,122 @@
+"""What callers and runs hand in, made storable before any statement sees it.
+
+A caller's value that does not fit is refused by name while nothing is stored and nothing holds the thread; what a run
+itself produced is repaired, because a finished run must be recordable whatever it produced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from deerflow_runs.errors import InvalidValue
+from deerflow_runs.model import Session, Usage
+from deerflow_runs.protocol.admission import Newcomer
+from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Given
+from deerflow_runs.store.values import METADATA_BYTES, cut_text, model_name, repaired, storable, text
+
+MESSAGE_CHARACTERS: Final = 2000
+"""The first human and the last AI message are kept to be shown in lists, not to be read."""
+
+
+def storable_newcomer(newcomer: Newcomer) -> Newcomer:
+    """The same newcomer with every value as both databases keep it, or ``InvalidValue`` naming the path."""
+    text(newcomer.run_id, "run_id", nonempty=True)
+    text(newcomer.thread_id, "thread_id", nonempty=True)
+    for name in ("user_id", "assistant_id", "executor", "idempotency_key"):
+        if getattr(newcomer, name) is not None:
+            text(getattr(newcomer, name), name, nonempty=name != "user_id")
+    _check_counts(newcomer)
+    if newcomer.payload_digest is not None:
+        text(newcomer.payload_digest, "payload_digest", 64)
+    return replace(
+        newcomer,
+        kwargs=_mapping(newcomer.kwargs, "kwargs"),
+        metadata=_mapping(newcomer.metadata, "metadata", METADATA_BYTES),
+        deliveries=_deliveries(newcomer.deliveries),
+        model_name=model_name(newcomer.model_name),
+        required_capabilities=_names(newcomer.required_capabilities, "required_capabilities"),
+    )
+
+
+def _check_counts(newcomer: Newcomer) -> None:
+    if newcomer.max_attempts < 1:
+        raise InvalidValue("max_attempts", "at least 1")
+    if newcomer.delay < 0:
+        raise InvalidValue("delay", "not negative; 0 starts at once")
+    if newcomer.max_queued is not None and newcomer.max_queued < 0:
+        raise InvalidValue("max_queued", "not negative; None for no limit")
+
+
+def _mapping(value: Mapping[str, Any], path: str, limit: int | None = None) -> dict[str, Any]:
+    made = storable(value, path) if limit is None else storable(value, path, limit_bytes=limit)
+    if not isinstance(made, dict):
+        raise InvalidValue(path, "must be an object")
+    return made
+
+
+def _deliveries(value: Mapping[str, Any]) -> dict[str, Any]:
+    made = _mapping(value, "deliveries", METADATA_BYTES)
+    for kind, payload in made.items():
+        text(kind, "deliveries", 64, nonempty=True)
+        if kind == "receipt":
+            raise InvalidValue("deliveries.receipt", "every run has a receipt already; choose another kind")
+        if not isinstance(payload, dict):
+            raise InvalidValue(f"deliveries.{kind}", "must be an object")
+    return made
+
+
+def _names(names: frozenset[str], path: str) -> frozenset[str]:
+    return frozenset(text(name, path, nonempty=True) for name in names)
+
+
+def check_session(session: Session) -> None:
+    """Refuse a session whose row could not be written alike on both databases."""
+    text(session.worker_id, "worker_id", nonempty=True)
+    text(session.host, "host")
+    text(session.boot_id, "boot_id")
+    text(session.version, "version", 64)
+    _mapping(session.labels, "labels", METADATA_BYTES)
+    _names(session.capabilities, "capabilities")
+    if session.lease <= 0 or session.beat_interval <= 0:
+        raise InvalidValue("lease", "lease and beat_interval are positive durations in microseconds")
+
+
+def storable_given(given: Given) -> Given:
+    """What a run produced, repaired where it must be: this never fails a run that has finished."""
+    if given is NOTHING_GIVEN:
+        return given
+    return replace(
+        given,
+        error=None if given.error is None else cut_text(_clean(given.error)),
+        stop_reason=None if given.stop_reason is None else _clean(given.stop_reason)[:255],
+        usage=_usage(given.usage),
+        values=None if given.values is None else repaired(given.values, "values")[0],
+        interrupts=None if given.interrupts is None else repaired(given.interrupts, "interrupts")[0],
+        checkpoint=None if given.checkpoint is None else _clean(given.checkpoint)[:255],
+        model_name=None if given.model_name is None else _clean(given.model_name).strip()[:128],
+    )
+
+
+def _usage(usage: Usage) -> Usage:
+    return replace(
+        usage,
+        by_model=_tokens(usage.by_model, "usage.by_model"),
+        by_caller=_tokens(usage.by_caller, "usage.by_caller"),
+        first_human_message=_message(usage.first_human_message),
+        last_ai_message=_message(usage.last_ai_message),
+    )
+
+
+def _tokens(tokens: Mapping[str, int], path: str) -> dict[str, Any]:
+    mended = repaired(dict(tokens), path)[0]
+    return mended if isinstance(mended, dict) else {}
+
+
+def _message(message: str | None) -> str | None:
+    return None if message is None else _clean(message)[:MESSAGE_CHARACTERS]
+
+
+def _clean(value: str) -> str:
+    return str(repaired(value, "text")[0])

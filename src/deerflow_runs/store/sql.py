@@ -1,0 +1,328 @@
+"""``SqlRunStore``: the one store, over SQLite and PostgreSQL.
+
+A thin face: every method names a unit of work and how it runs (one statement, a transaction, a read). What the
+statements are stands in the modules beside this one; what may happen at all, in ``protocol``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar, assert_never, final
+
+from sqlalchemy import Connection, select
+
+from deerflow_runs.errors import StoreUnavailable
+from deerflow_runs.model import Micros, Run, RunId, RunKey, Scope, Session, SessionState, Strategy, ThreadId, WorkerId
+from deerflow_runs.protocol.admission import (
+    Clash,
+    ClearFirst,
+    Deny,
+    DenyFull,
+    Displace,
+    Enter,
+    Newcomer,
+    Plan,
+    PromoteFirst,
+    Reuse,
+    Wait,
+    plan_admission,
+)
+from deerflow_runs.protocol.judge import Verdict
+from deerflow_runs.protocol.lifecycle import (
+    NOTHING_GIVEN,
+    TRANSITIONS,
+    Actor,
+    Applied,
+    Decision,
+    Given,
+    RunEvent,
+)
+from deerflow_runs.store import arrivals, endings, events, incoming, reads, sessions
+from deerflow_runs.store.base import (
+    Admission,
+    Admitted,
+    Counts,
+    Page,
+    Renewal,
+    RunFilter,
+    Settlement,
+    Swept,
+    TokenTotals,
+    Visibility,
+)
+from deerflow_runs.store.units import Unit, Units
+
+T = TypeVar("T")
+
+TRIES: Final = 20
+"""How often an admission or an event looks again at a thread that changes under it, before it counts as no answer."""
+
+
+@final
+class SqlRunStore:
+    """A ``RunStore`` on a database both dialects speak. Open it before use; ``async with`` does both ends."""
+
+    def __init__(self, units: Units, *, jitter: Callable[[], float] = random.random) -> None:
+        self._units = units
+        self._dialect = units.dialect
+        self._jitter = jitter
+
+    async def open(self) -> None:
+        """See ``RunStore.open``."""
+        await self._units.open()
+
+    async def close(self) -> None:
+        """See ``RunStore.close``."""
+        await self._units.close()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def now(self) -> Micros:
+        """See ``RunStore.now``."""
+        return await self._units.read(lambda connection: Micros(connection.scalar(select(self._dialect.now)) or 0))
+
+    # --- Sessions ---------------------------------------------------------------------------------------------------
+
+    async def open_session(self, session: Session) -> Session:
+        """See ``RunStore.open_session``."""
+        incoming.check_session(session)
+        return await self._units.transaction(self._unit(sessions.open_session, session))
+
+    async def renew(
+        self, worker_id: WorkerId, *, hinted: bool = False, state: SessionState = SessionState.LIVE
+    ) -> Renewal:
+        """See ``RunStore.renew``."""
+        return await self._units.once(self._unit(sessions.renew, worker_id, hinted=hinted, state=state))
+
+    async def close_session(self, worker_id: WorkerId) -> bool:
+        """See ``RunStore.close_session``."""
+        return await self._units.transaction(self._unit(sessions.close_session, worker_id))
+
+    async def declare_dead(self, verdict: Verdict) -> bool:
+        """See ``RunStore.declare_dead``."""
+        return await self._units.once(self._unit(sessions.declare_dead, verdict))
+
+    async def sessions(self) -> tuple[Session, ...]:
+        """See ``RunStore.sessions``."""
+        return await self._units.read(sessions.list_sessions)
+
+    async def bury_strangers(self) -> int:
+        """See ``RunStore.bury_strangers``."""
+        return await self._units.once(self._unit(sessions.bury_strangers))
+
+    async def forget_dead(self, *, kept_for: Micros) -> int:
+        """Remove sessions that died longer ago than ``kept_for`` and that no open run names."""
+        return await self._units.once(self._unit(sessions.forget_dead, kept_for))
+
+    # --- Admission --------------------------------------------------------------------------------------------------
+
+    async def admit(self, newcomer: Newcomer, given: Given = NOTHING_GIVEN) -> Admission:
+        """See ``RunStore.admit``. Nothing is stored, and nothing holds the thread, when a value is refused."""
+        newcomer = incoming.storable_newcomer(newcomer)
+        for _ in range(TRIES):
+            answer = await self._admit_once(newcomer, given)
+            if answer is not None:
+                return await self._finished(answer, newcomer, given)
+            await asyncio.sleep(0.005 * self._jitter())  # many newcomers on one thread take turns
+        raise StoreUnavailable(f"thread {newcomer.thread_id} kept changing under an admission; repeat it")
+
+    async def _admit_once(self, newcomer: Newcomer, given: Given) -> Admission | None:
+        """One try; None: the thread changed, or was cleared, and a new look is due."""
+        if newcomer.strategy in (Strategy.REJECT, Strategy.ENQUEUE) and not newcomer.delayed:
+            if (run := await self._units.once(self._unit(arrivals.enter, newcomer))) is not None:
+                return Admitted(run)
+            if newcomer.strategy is Strategy.ENQUEUE:
+                waiting = await self._units.transaction(self._unit(arrivals.wait_behind, newcomer))
+                if waiting is not None:
+                    return waiting
+            view = await self._units.read(self._unit(arrivals.look_at_thread, newcomer))
+            plan = plan_admission(newcomer, view, given)
+            if not isinstance(plan, Displace):
+                return await self._carried_out(plan, newcomer, given)
+        try:
+            answer = await self._units.transaction(self._unit(arrivals.admit_locked, newcomer, given))
+        except arrivals.StartAgain:
+            return None
+        return answer if isinstance(answer, Admitted) else await self._carried_out(answer, newcomer, given)
+
+    async def _carried_out(self, plan: Plan, newcomer: Newcomer, given: Given) -> Admission | None:
+        match plan:
+            case Reuse() | Clash() | Deny() | DenyFull():
+                return plan
+            case ClearFirst(run, event):
+                await self.apply(run.key, event, Actor(newcomer.worker_id), given)
+                return None
+            case PromoteFirst():
+                await self._units.transaction(self._unit(endings.promote_under_lock, [newcomer.thread_id]))
+                return None
+            case Enter() | Wait() | Displace():
+                return None
+            case _:
+                assert_never(plan)
+
+    async def _finished(self, answer: Admission, newcomer: Newcomer, given: Given) -> Admission:
+        """O3: an incumbent that nobody holds is forced on the spot, and the newcomer that waited for it goes on."""
+        if not isinstance(answer, Admitted) or answer.incumbent is None or answer.incumbent.cancel_action is None:
+            return answer
+        by = Actor(newcomer.worker_id, capabilities=newcomer.required_capabilities)
+        seen = await self._units.read(self._unit(events.look, answer.incumbent.key, by))
+        if not seen.unheld or not isinstance(await self.apply(answer.incumbent.key, RunEvent.FORCE, by, given), Applied):
+            return answer
+        if newcomer.take:
+            await self.apply(answer.run.key, RunEvent.CLAIM, by)
+        seen = await self._units.read(self._unit(events.look, answer.run.key, by))
+        return Admitted(seen.run or answer.run, None, answer.ended)
+
+    # --- Events -----------------------------------------------------------------------------------------------------
+
+    async def apply(self, key: RunKey, event: RunEvent, by: Actor, given: Given = NOTHING_GIVEN) -> Decision:
+        """See ``RunStore.apply``."""
+        given = incoming.storable_given(given)
+        if TRANSITIONS[event].ends or event is RunEvent.PROMOTE:
+            return await self._end(key, event, by, given)
+        for _ in range(TRIES):
+            run = await self._units.once(self._unit(events.attempt, key, event, by, given))
+            if run is not None:
+                return Applied(run)
+            decision = await self._units.read(self._unit(events.explain, key, event, by, given))
+            if not isinstance(decision, Applied) or decision.repeated:
+                return decision
+        raise StoreUnavailable(f"run {key.run_id} kept changing under {event.value!r}; repeat it")
+
+    async def _end(self, key: RunKey, event: RunEvent, by: Actor, given: Given) -> Decision:
+        if endings.optimistic(event) and self._dialect.writes_in_ctes:
+            run = await self._units.once(self._unit(endings.end_optimistically, key, event, by, given))
+            if run is not None:
+                return Applied(run)
+        return await self._units.transaction(self._unit(endings.end_locked, key, event, by, given))
+
+    async def settle_many(self, settlements: Sequence[Settlement]) -> tuple[Decision, ...]:
+        """See ``RunStore.settle_many``."""
+        return tuple([await self.apply(one.key, one.event, one.by, one.given) for one in settlements])
+
+    # --- Sets -------------------------------------------------------------------------------------------------------
+
+    async def claim(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """See ``RunStore.claim``."""
+        return await self._change(RunEvent.CLAIM, by, NOTHING_GIVEN, limit)
+
+    async def take_over(self, by: Actor, given: Given, limit: int) -> Swept:
+        """See ``RunStore.take_over``."""
+        given = incoming.storable_given(given)
+        return Swept(
+            ended=(
+                *await self._end_many(RunEvent.TAKE_OVER_FAIL, by, given, limit),
+                *await self._end_many(RunEvent.TAKE_OVER_FAIL_WAITING, by, given, limit),
+            ),
+            resumed=await self._change(RunEvent.TAKE_OVER_RESUME, by, given, limit),
+            freed=await self._change(RunEvent.TAKE_OVER_RESUME_WAITING, by, given, limit),
+            released=await self._end_many(RunEvent.TAKE_OVER_RELEASE, by, given, limit),
+        )
+
+    async def force(self, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
+        """See ``RunStore.force``."""
+        return await self._end_many(RunEvent.FORCE, by, given, limit)
+
+    async def promote(self, limit: int) -> tuple[Run, ...]:
+        """See ``RunStore.promote``."""
+        threads = await self._units.read(self._unit(reads.idle_threads_with_due_runs, limit))
+        if not threads:
+            return ()
+        return await self._units.transaction(self._unit(endings.promote_under_lock, threads))
+
+    async def hand_over(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """See ``RunStore.hand_over``."""
+        return await self._change(RunEvent.HAND_OVER, by, NOTHING_GIVEN, limit)
+
+    async def re_home(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """See ``RunStore.re_home``."""
+        return await self._change(RunEvent.RE_HOME, by, NOTHING_GIVEN, limit)
+
+    async def end_waiting(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """See ``RunStore.end_waiting``."""
+        return await self._end_many(RunEvent.END_WAITING, by, NOTHING_GIVEN, limit)
+
+    async def purge(self, *, before: Micros, limit: int) -> int:
+        """See ``RunStore.purge``."""
+        return len(await self._units.transaction(self._unit(endings.purge, before, limit)))
+
+    async def _change(self, event: RunEvent, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
+        how = self._units.once if self._dialect.writes_in_ctes else self._units.transaction
+        return await how(self._unit(endings.change_batch, event, by, given, limit))
+
+    async def _end_many(self, event: RunEvent, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
+        return await self._units.transaction(self._unit(endings.end_batch, event, by, given, limit))
+
+    # --- Reads ------------------------------------------------------------------------------------------------------
+
+    async def get(self, key: RunKey, *, scope: Scope) -> Run | None:
+        """See ``RunStore.get``."""
+        return await self._units.read(self._unit(reads.get, key, scope=scope))
+
+    async def get_many(self, thread_id: ThreadId, run_ids: Collection[RunId], *, scope: Scope) -> dict[RunId, Run]:
+        """See ``RunStore.get_many``."""
+        return await self._units.read(self._unit(reads.get_many, thread_id, run_ids, scope=scope))
+
+    async def list_runs(
+        self,
+        thread_id: ThreadId,
+        *,
+        scope: Scope,
+        only: RunFilter | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> Page:
+        """See ``RunStore.list_runs``."""
+        unit = self._unit(reads.list_runs, thread_id, scope=scope, only=only, limit=limit, after=after)
+        return await self._units.read(unit)
+
+    async def owned(self, worker_id: WorkerId) -> tuple[Run, ...]:
+        """See ``RunStore.owned``."""
+        return await self._units.read(self._unit(reads.owned, worker_id))
+
+    async def active(self, thread_id: ThreadId) -> Run | None:
+        """See ``RunStore.active``."""
+        return await self._units.read(self._unit(reads.active, thread_id))
+
+    async def queue(self, thread_id: ThreadId) -> tuple[Run, ...]:
+        """See ``RunStore.queue``."""
+        return await self._units.read(self._unit(reads.queue, thread_id))
+
+    async def seizable(self, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
+        """See ``RunStore.seizable``."""
+        return await self._units.read(self._unit(reads.seizable, by, given, limit))
+
+    async def counts(self) -> Counts:
+        """See ``RunStore.counts``."""
+        return await self._units.read(self._unit(reads.counts))
+
+    async def tokens_by_thread(
+        self, thread_id: ThreadId, *, scope: Scope, include_active: bool = False
+    ) -> TokenTotals:
+        """See ``RunStore.tokens_by_thread``."""
+        unit = self._unit(reads.tokens_by_thread, thread_id, scope=scope, include_active=include_active)
+        return await self._units.read(unit)
+
+    async def visibility(self, thread_id: ThreadId, *, scope: Scope) -> Visibility:
+        """See ``RunStore.visibility``."""
+        return await self._units.read(self._unit(reads.visibility, thread_id, scope=scope))
+
+    def _unit(self, function: Callable[..., T], *arguments: Any, **named: Any) -> Unit[T]:
+        return partial(_run, function, self._dialect, arguments, named)
+
+
+def _run(
+    function: Callable[..., T], dialect: Any, arguments: tuple[Any, ...], named: dict[str, Any], connection: Connection
+) -> T:
+    return function(connection, dialect, *arguments, **named)
