@@ -566,7 +566,7 @@ def change(effect: Effect, run: Run, by: Actor, facts: Facts, given: Given) -> d
         case Effect.COUNT_ATTEMPT:
             return {"attempt": next_attempt(run)}
         case Effect.COUNT_RESTORE:
-            return {"attempt": seizers_attempt(run, by=by.worker_id)}
+            return {"attempt": seizers_attempt(run, by=by.worker_id, epoch=by.epoch)}
         case Effect.BACK_OFF:
             return {"not_before": Micros(facts.now + given.backoff)}
         case Effect.READY_NOW:

@@ -32,15 +32,18 @@ def used_up(run: Run) -> bool:
     return next_attempt(run) > run.max_attempts
 
 
-def seizers_attempt(run: Run, *, by: WorkerId) -> int:
+def seizers_attempt(run: Run, *, by: WorkerId, epoch: int | None) -> int:
     """The attempt number of whoever seizes an owed run: restores are counted apart from the attempts of the run.
 
     The first seizure after the cancel starts at 1. Otherwise a rollback of a run on its last attempt would fail
-    without ever having been tried (I16). A restore repeated by the same session is not another attempt.
+    without ever having been tried (I16). A holder that tries again after a failed restore names the epoch it holds
+    and is counted like anybody else, or a lone worker would go on for ever (I8); asking again after a lost reply is
+    not another attempt (O8).
     """
     if not being_restored(run):
         return 1
-    return run.attempt if run.owner_worker_id == by else run.attempt + 1
+    lost_reply = run.owner_worker_id == by and run.epoch != epoch
+    return run.attempt if lost_reply else run.attempt + 1
 
 
 def being_restored(run: Run) -> bool:

@@ -181,7 +181,8 @@ def _seizers_attempt(me: ColumnElement[Any]) -> ColumnElement[int]:
     restoring = and_(
         R.status == word("pending"), R.owner_worker_id.is_not(null()), granted >= R.cancel_requested_at
     )
-    again = case((R.owner_worker_id == me, R.attempt), else_=R.attempt + literal_column("1"))
+    lost_reply = and_(R.owner_worker_id == me, R.epoch.is_distinct_from(bindparam("p_epoch")))
+    again = case((lost_reply, R.attempt), else_=R.attempt + literal_column("1"))
     return case((restoring, again), else_=literal_column("1"))
 
 
