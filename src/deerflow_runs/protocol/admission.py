@@ -233,8 +233,6 @@ def _clearing(newcomer: Newcomer, view: ThreadView, given: Given) -> ClearFirst 
 def _reject(newcomer: Newcomer, view: ThreadView) -> Plan:
     if newcomer.kind is OperationKind.DELETE and view.active is None and view.queued:
         return Displace(CancelAction.INTERRUPT, None, view.queued)  # O28: what waits goes with the thread
-    if newcomer.kind is OperationKind.DELETE and view.active is None and view.queued:
-        return Displace(CancelAction.INTERRUPT, None, view.queued)  # O28: a deletion ends what waits
     holder = view.active or (view.queued[0] if view.queued else None)
     if holder is not None:
         return Deny(holder, _retry_after(view))

@@ -285,7 +285,7 @@ def followers(event: RunEvent, ended: FromClause, ids: Any, dialect: Dialect) ->
     """The further changes of an ending. ``ended`` are the ended runs' rows, ``ids`` their ids."""
     if event is RunEvent.REMOVE:
         return [delete(table).where(table.c.run_id.in_(ids)) for table in (base_writes, outbox, event_log)]
-    if TRANSITIONS[event].target is Into.GONE:
+    if TRANSITIONS[event].target is Into.GONE or not TRANSITIONS[event].ends:
         return []
     base = delete(base_writes).where(base_writes.c.run_id.in_(ids))
     return [_outcome(event, ended, dialect), _receipts(ended, dialect), _deliveries(ended, dialect), base]

@@ -62,6 +62,10 @@ TRIES: Final = 20
 """How often an admission or an event looks again at a thread that changes under it, before it counts as no answer."""
 
 
+UNDER_LOCK: Final = frozenset({RunEvent.PROMOTE, RunEvent.REMOVE})
+"""What ends nothing but needs a transaction all the same."""
+
+
 @final
 class SqlRunStore:
     """A ``RunStore`` on a database both dialects speak. Open it before use; ``async with`` does both ends."""
@@ -189,7 +193,7 @@ class SqlRunStore:
     async def apply(self, key: RunKey, event: RunEvent, by: Actor, given: Given = NOTHING_GIVEN) -> Decision:
         """See ``RunStore.apply``."""
         given = incoming.storable_given(given)
-        if TRANSITIONS[event].ends or event is RunEvent.PROMOTE:
+        if TRANSITIONS[event].ends or event in UNDER_LOCK:
             return await self._end(key, event, by, given)
         for _ in range(TRIES):
             run = await self._units.once(self._unit(events.attempt, key, event, by, given))
