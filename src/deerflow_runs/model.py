@@ -157,6 +157,15 @@ NO_USAGE: Final = Usage()
 
 @final
 @dataclass(frozen=True, slots=True)
+class RunKey:
+    """Where a run is found: all rows of a thread live together, so the thread comes first."""
+
+    thread_id: ThreadId
+    run_id: RunId
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Run:
     """One operation of a thread as the store knows it; a run unless ``kind`` says it is a reservation.
 
@@ -215,6 +224,11 @@ class Run:
     started_at: Micros | None = None
     settled_at: Micros | None = None
     updated_at: Micros = Micros(0)
+
+    @property
+    def key(self) -> RunKey:
+        """Where it is found."""
+        return RunKey(self.thread_id, self.run_id)
 
     @property
     def active(self) -> bool:
