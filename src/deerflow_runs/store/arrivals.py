@@ -145,7 +145,7 @@ def _row(dialect: Dialect, status: RunStatus, *, take: bool) -> dict[str, Column
         "epoch": one if take else zero,
         "attempt": one if take else zero,
         "granted_at": dialect.now if take else null(),
-        "not_before": dialect.now,
+        "not_before": dialect.now + bindparam("p_delay", type_=BigInteger),
         "queue_behind": literal_column("false"),
         "base_known": literal_column("false"),
         "base_heads": empty,
