@@ -113,7 +113,7 @@ def _holder(handle: IO[str]) -> str:
 
 
 async def postgres_lock(connection: AsyncConnection, patience: Patience) -> None:
-    """Take the advisory lock, which lasts until the connection closes. No transaction is open while waiting or after."""
+    """Take the advisory lock, which lasts until the connection closes. No transaction stays open while waiting."""
     for pause in patience.pauses():
         await asyncio.sleep(pause)
         taken = await connection.scalar(_TRY, _KEY)

@@ -1,0 +1,1 @@
+"""Upgrades of real databases: what they build, what they repair, and what interrupts them."""
