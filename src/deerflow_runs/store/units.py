@@ -8,10 +8,12 @@ safe to repeat (O8).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, assert_never
 
 from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncEngine
 
+from deerflow_runs.store.database import Database, Postgres, Sqlite
 from deerflow_runs.store.dialect import Dialect
 
 T = TypeVar("T")
@@ -46,3 +48,28 @@ class Units(Protocol):
 
     async def close(self) -> None:
         """Finish what was accepted, then close every connection. Repeating it is harmless."""
+
+
+def open_units(
+    database: Database,
+    *,
+    engine: AsyncEngine | None = None,
+    connections: int = 5,
+    clock: Callable[[], int] | None = None,
+) -> Units:
+    """The units for ``database``; nothing is connected before ``open()``.
+
+    PostgreSQL only: the host's ``engine``, and how many ``connections`` are kept. SQLite only: the ``clock``, in
+    microseconds since 1970; PostgreSQL's own is used there.
+    """
+    match database:
+        case Sqlite():
+            from deerflow_runs.store.writer import SqliteUnits
+
+            return SqliteUnits(database, clock=clock)
+        case Postgres():
+            from deerflow_runs.store.connections import PostgresUnits
+
+            return PostgresUnits(database, engine=engine, connections=connections)
+        case _:
+            assert_never(database)

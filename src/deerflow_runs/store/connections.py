@@ -1,0 +1,277 @@
+"""PostgreSQL: connections that stay open, in autocommit, handed out in the order of asking.
+
+A unit of one statement costs one round trip, because nothing is sent around it. No rule of the protocol is known
+here, and no statement about runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, final
+
+import asyncpg
+from sqlalchemy import NullPool
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from deerflow_runs.errors import UsageError
+from deerflow_runs.store.database import Postgres
+from deerflow_runs.store.dialect import POSTGRES, Dialect
+from deerflow_runs.store.migrate import check_connection
+from deerflow_runs.store.retry import RetryPolicy, retrying
+from deerflow_runs.store.shield import fate_of
+from deerflow_runs.store.units import Unit
+
+T = TypeVar("T")
+
+CONNECTIONS: Final = 5
+APPLICATION: Final = "deerflow_runs"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds after which something is given up. The first three are kept by the server, the others by us.
+
+    ``command`` is for a network that swallows everything, so it is longer than ``statement``.
+    """
+
+    statement: float = 10.0
+    lock: float = 5.0
+    idle_in_transaction: float = 10.0
+    command: float = 15.0
+    connect: float = 10.0
+
+    def settings(self) -> dict[str, str]:
+        """As PostgreSQL's settings, in its milliseconds."""
+        seconds = {
+            "statement_timeout": self.statement,
+            "lock_timeout": self.lock,
+            "idle_in_transaction_session_timeout": self.idle_in_transaction,
+        }
+        return {name: str(round(value * 1000)) for name, value in seconds.items()}
+
+
+@final
+class PostgresUnits:
+    """``Units`` on PostgreSQL, for the event loop in which it was opened.
+
+    With ``engine`` the connections come from the host's pool, which is left open; each is kept until ``close()``.
+    """
+
+    def __init__(
+        self,
+        database: Postgres,
+        *,
+        engine: AsyncEngine | None = None,
+        connections: int = CONNECTIONS,
+        limits: Limits | None = None,
+        policy: RetryPolicy | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        self._database = database
+        self._policy = policy or RetryPolicy()
+        self._ours = _engine(database, limits) if engine is None else None
+        self._engine = _arranged(self._ours or _fitting(engine), database)
+        self._begin = _begin(limits if engine is not None or database.pooler else None)
+        self._connections = connections
+        self._desk: _Desk | None = None
+
+    @property
+    def dialect(self) -> Dialect:
+        """See ``Units.dialect``."""
+        return POSTGRES
+
+    async def once(self, unit: Unit[T]) -> T:
+        """See ``Units.once``."""
+        return await self._run(lambda held: held.once(unit))
+
+    async def transaction(self, unit: Unit[T]) -> T:
+        """See ``Units.transaction``. Each statement sees what was committed before it began."""
+        return await self._run(lambda held: held.transaction(unit, self._begin))
+
+    async def read(self, unit: Unit[T]) -> T:
+        """See ``Units.read``. Each statement sees what was committed before it began."""
+        return await self.once(unit)
+
+    async def open(self) -> None:
+        """See ``Units.open``. The other connections are made when they are first wanted."""
+        if self._desk is None:
+            self._desk = _Desk([_Held(self._engine) for _ in range(self._connections)])
+        await self.read(lambda connection: check_connection(connection, self._database))
+
+    async def close(self) -> None:
+        """See ``Units.close``."""
+        desk, self._desk = self._desk, None
+        if desk is None or desk.left_behind():
+            return
+        await fate_of(asyncio.create_task(self._close(desk), name="deerflow-runs-close"))
+
+    async def _close(self, desk: _Desk) -> None:
+        await desk.close()
+        if self._ours is not None:
+            await self._ours.dispose()
+
+    async def _run(self, attempt: Callable[[_Held], Awaitable[T]]) -> T:
+        """Wait for a connection, during which a caller may leave at once; then see the unit through."""
+        if self._desk is None:
+            raise UsageError("the store is not open; await open() first, or use it in an async with block")
+        async with self._desk.connection() as held:
+            work = retrying(self._policy, lambda: attempt(held))
+            return await fate_of(asyncio.create_task(work, name="deerflow-runs-unit"))
+
+
+# --- Handing out ----------------------------------------------------------------------------------------------------
+
+
+@final
+class _Desk:
+    """Who waits for a connection gets one in the order of asking: a newcomer never overtakes (a semaphore is fair)."""
+
+    def __init__(self, connections: list[_Held]) -> None:
+        self._all = connections
+        self._free = list(connections)
+        self._places = asyncio.Semaphore(len(connections))
+        self._pid = os.getpid()
+        self._loop = asyncio.get_running_loop()
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[_Held]:
+        """Take the connection that was used last, so that few are open where few are enough."""
+        if self.left_behind():
+            raise UsageError("this store was opened before a fork; open another one in the child")
+        if self._loop is not asyncio.get_running_loop():
+            raise UsageError("this store was opened in another event loop; on PostgreSQL each loop needs its own")
+        async with self._places:
+            held = self._free.pop()
+            try:
+                yield held
+            finally:
+                self._free.append(held)
+
+    def left_behind(self) -> bool:
+        """Whether this is a forked child, whose sockets belong to the parent."""
+        return self._pid != os.getpid()
+
+    async def close(self) -> None:
+        """Close every connection, after those who already wait have been served."""
+        for _ in self._all:
+            await self._places.acquire()
+        for held in self._all:
+            await held.close()
+
+
+@final
+class _Held:
+    """One connection that stays open: made when it is first wanted, made anew when nobody knows its state."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._connection: AsyncConnection | None = None
+
+    async def once(self, unit: Unit[T]) -> T:
+        async with self._connected() as connection:
+            return await connection.run_sync(unit)
+
+    async def transaction(self, unit: Unit[T], begin: str) -> T:
+        async with self._connected() as connection:
+            driver = await _driver_of(connection)
+            await driver.execute(begin)  # not begin() of SQLAlchemy, which sends nothing in autocommit
+            answer = await connection.run_sync(unit)
+            if await driver.execute("COMMIT") != "COMMIT":
+                raise UsageError("a unit of work caught an error of the database, after which nothing can be committed")
+            return answer
+
+    async def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(OSError, DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError):
+                await connection.close()
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[AsyncConnection]:
+        if self._connection is None:
+            self._connection = await self._engine.connect()
+        try:
+            yield self._connection
+        except BaseException as error:
+            if not (_answered(error) and await self._rolled_back(self._connection)):
+                self._discard()
+            raise
+
+    async def _rolled_back(self, connection: AsyncConnection) -> bool:
+        """Whether the connection is as good as new."""
+        try:
+            driver = await _driver_of(connection)
+            if driver.is_in_transaction():
+                await driver.execute("ROLLBACK")
+            await connection.rollback()  # only SQLAlchemy's notion of it, no round trip
+        except (OSError, DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            return False
+        return True
+
+    def _discard(self) -> None:
+        """Cut it off without a word to the server, which would have to be awaited."""
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.sync_connection is not None:
+            connection.sync_connection.invalidate()
+            connection.sync_connection.close()
+
+
+async def _driver_of(connection: AsyncConnection) -> Any:
+    return (await connection.get_raw_connection()).driver_connection
+
+
+def _answered(error: BaseException) -> bool:
+    """Whether the connection is sound: the server has answered with an error, or the unit raised one of its own."""
+    if isinstance(error, DBAPIError):
+        return not error.connection_invalidated and getattr(error.orig, "sqlstate", None) is not None
+    return isinstance(error, Exception) and not isinstance(
+        error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError
+    )
+
+
+# --- What connections are told --------------------------------------------------------------------------------------
+
+
+def _engine(database: Postgres, limits: Limits) -> AsyncEngine:
+    arguments = database.connect_args()
+    told = {"application_name": APPLICATION} if database.pooler else _session(limits)
+    arguments["server_settings"] = told | arguments.get("server_settings", {})
+    arguments.setdefault("timeout", limits.connect)
+    arguments["command_timeout"] = limits.command
+    return create_async_engine(
+        database.sqlalchemy_url(), connect_args=arguments, poolclass=NullPool, pool_reset_on_return=None
+    )
+
+
+def _session(limits: Limits) -> dict[str, str]:
+    # Read committed: the rules count on a fresh snapshot for the statement after a lock (O7).
+    return {
+        "application_name": APPLICATION,
+        "default_transaction_isolation": "read committed",
+        **limits.settings(),
+    }
+
+
+def _begin(limits: Limits | None) -> str:
+    """How a transaction begins: with the limits (O14) where the session could not be told. One round trip."""
+    begin = "BEGIN ISOLATION LEVEL READ COMMITTED"
+    settings = limits.settings() if limits else {}
+    return "; ".join([begin, *(f"SET LOCAL {name} = {value}" for name, value in settings.items())])
+
+
+def _fitting(engine: AsyncEngine | None) -> AsyncEngine:
+    if engine is None or engine.dialect.driver != "asyncpg":
+        raise UsageError("the host's engine must use asyncpg: create_async_engine('postgresql+asyncpg://...')")
+    return engine
+
+
+def _arranged(engine: AsyncEngine, database: Postgres) -> AsyncEngine:
+    """Autocommit, and our tables' schema: by name in every statement, as no pooler keeps a search path."""
+    schemas = {"schema_translate_map": {None: database.schema}} if database.schema else {}
+    return engine.execution_options(isolation_level="AUTOCOMMIT", **schemas)
