@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from deerflow_runs.model import (
     ACTIVE,
+    TERMINAL,
     CancelAction,
     Micros,
     OnOrphan,
@@ -33,7 +34,9 @@ T = TypeVar("T")
 WORKERS = (ME, OTHER, OLD)
 INSTANTS = tuple(Micros(NOW - ago) for ago in (1, LEASE, GRACE, 0, -1))
 ABILITIES = tuple(map(frozenset, ((), ("gpu",), ("disk",), ("gpu", "disk"))))
+NEEDS = (frozenset(), *ABILITIES)
 CANCELS = (None, *CancelAction)
+LIVELY = (*[RunStatus.PENDING] * 4, *[RunStatus.RUNNING] * 2, *[RunStatus.QUEUED] * 2, *sorted(TERMINAL))
 CHOICES = 40
 
 
@@ -46,7 +49,7 @@ def happened(look: Situation) -> Iterator[tuple[RunEvent, Run, bool]]:
 
 
 def looks(
-    *, statuses: Collection[RunStatus] = tuple(RunStatus), cancels: Sequence[CancelAction | None] = CANCELS
+    *, statuses: Collection[RunStatus] = LIVELY, cancels: Sequence[CancelAction | None] = (None, *CANCELS)
 ) -> st.SearchStrategy[Situation]:
     """A row that a history can lead to, and somebody who asks."""
     return _spelled(lambda choose: _look(choose, _row(choose, tuple(statuses), cancels)))
@@ -76,7 +79,7 @@ def _look(choose: Chooser, run: Run) -> Situation:
     asker = choose(WORKERS)
     mine = choose((True, False))
     epoch = choose((run.epoch, run.epoch - 1, run.epoch + 1, None))
-    me = (run.owner_worker_id or asker) if mine else asker
+    me = (run.owner_worker_id or run.home_worker_id or asker) if mine else asker
     previous = choose((None, *(worker for worker in WORKERS if worker != me)))
     by = Actor(me, run.epoch if mine else epoch, choose(ABILITIES), previous)
     acting = sessions[by.worker_id]
@@ -98,7 +101,8 @@ def _session(choose: Chooser) -> SessionFacts | None:
         SessionFacts(SessionState.DEAD, proven=proven, dead_at=Micros(died), lease=LEASE) for proven in (True, False)
     )
     living = (SessionFacts(state, lease=LEASE) for state in (SessionState.LIVE, SessionState.DRAINING))
-    return choose((*living, *dead, None))
+    live, draining = living
+    return choose((live, live, live, draining, *dead, None))
 
 
 def _given(choose: Chooser) -> Given:
@@ -114,15 +118,15 @@ def _given(choose: Chooser) -> Given:
 
 
 def _row(choose: Chooser, statuses: Sequence[RunStatus], cancels: Sequence[CancelAction | None]) -> Run:
-    if choose((False, False, False, RunStatus.PENDING in statuses and None in cancels)):
+    if choose((False, False, False, False, False, False, RunStatus.PENDING in statuses and None in cancels)):
         kind = choose([kind for kind in OperationKind if kind is not OperationKind.RUN])
         return _built(RunStatus.PENDING, kind=kind, owner_worker_id=choose(WORKERS), epoch=1, attempt=1, granted_at=NOW)
     status = choose(statuses)
     fields: dict[str, Any] = {
         "due_at": choose(INSTANTS),
         "not_before": choose(INSTANTS),
-        "home_worker_id": choose((None, *WORKERS)),
-        "required_capabilities": choose(ABILITIES),
+        "home_worker_id": choose((None, None, None, *WORKERS)),
+        "required_capabilities": choose(NEEDS),
         "on_orphan": choose(tuple(OnOrphan)),
         "settled_by": choose(WORKERS) if status not in (*ACTIVE, RunStatus.QUEUED) else None,
     }

@@ -30,7 +30,7 @@ from tests.protocol.looks import any_looks, happened, looks, worker
 from tests.protocol.situations import LEASE, ME, NOW, E, Situation
 from tests.rules import rule
 
-many = settings(max_examples=400)
+many = settings(max_examples=600)
 
 LIVE = SessionFacts(SessionState.LIVE, lease=LEASE)
 LONG_DEAD = SessionFacts(SessionState.DEAD, proven=True, lease=LEASE)
