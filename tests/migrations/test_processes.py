@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from deerflow_runs.store.migrate import check, current, head, upgrade
-from tests.migrations.databases import add_run, ask, indexes, invalid_indexes, is_sqlite, statuses
+from tests.migrations.databases import add_run, ask, invalid_indexes, is_sqlite, statuses
 from tests.migrations.processes import kill, process, upgrade_up_to, upgrade_when_told
 from tests.rules import rule
 
@@ -27,26 +27,26 @@ def test_processes_that_upgrade_at_once_all_succeed_and_apply_the_history_once(e
 
 
 # From the first statement to the last: inside 0001, between the two, inside the repair, among the indexes, at the end.
-PLACES = [
-    "CREATE TABLE dr_alembic_version",
-    "CREATE TABLE dr_threads",
-    "VALUES ('0001')",
-    "UPDATE dr_runs SET",
-    "INSERT INTO dr_outbox",
-    "uq_dr_runs_active_thread",
-    "ix_dr_runs_queue",
-    "SET version_num='0002'",
-]
+PLACES = {
+    "CREATE TABLE dr_alembic_version": None,
+    "CREATE TABLE dr_threads": None,
+    "VALUES ('0001')": None,
+    "UPDATE dr_runs SET": "0001",
+    "INSERT INTO dr_outbox": "0001",
+    "uq_dr_runs_active_thread": "0001",
+    "ix_dr_runs_queue": "0001",
+    "SET version_num='0002'": "0001",
+}
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_upgrade_killed_anywhere_is_finished_by_the_next(empty: str, place: str) -> None:
+def test_an_upgrade_killed_anywhere_stands_at_a_revision_and_is_finished_by_the_next(empty: str, place: str) -> None:
     with process(upgrade_up_to, empty, place) as (killed, pipe):
         assert pipe.recv() == "there"
         kill(killed)
+    assert current(empty) == PLACES[place]
     upgrade(empty)
     check(empty)
-    assert len(indexes(empty)) >= 10
 
 
 def test_an_upgrade_killed_after_its_repair_has_ended_each_surplus_run_once(empty: str) -> None:
@@ -62,18 +62,31 @@ def test_an_upgrade_killed_after_its_repair_has_ended_each_surplus_run_once(empt
     assert ask(empty, "SELECT run_id, kind FROM dr_outbox") == [("other", "receipt")]
 
 
-BUILDING = (
-    "SELECT pid FROM pg_stat_activity WHERE query LIKE 'CREATE%INDEX%' AND wait_event_type = 'Lock' "
-    "AND datname = current_database()"
-)
-
-
-async def until_it_waits(dsn: str) -> int:
-    """The server process that builds an index and waits for a transaction of somebody else."""
+async def until_it_waits(dsn: str, statement: str) -> int:
+    """The server process that has been given ``statement`` and waits for a transaction of somebody else."""
+    waiting = (
+        f"SELECT pid FROM pg_stat_activity WHERE query LIKE '%{statement}%' AND wait_event_type = 'Lock' "
+        "AND datname = current_database()"
+    )
     async with asyncio.timeout(60):
-        while not (found := await asyncio.to_thread(ask, dsn, BUILDING)):
+        while not (found := await asyncio.to_thread(ask, dsn, waiting)):
             pass
     return int(found[0][0])
+
+
+@rule("I5")
+async def test_a_run_that_ends_by_itself_while_the_repair_waits_for_it_keeps_its_end(empty_postgres: str) -> None:
+    upgrade(empty_postgres, revision="0001")
+    add_run(empty_postgres, "surplus")
+    add_run(empty_postgres, "kept", created_at=2)
+    owner = await asyncpg.connect(empty_postgres)
+    async with owner.transaction():
+        await owner.execute("UPDATE dr_runs SET status = 'success' WHERE run_id = 'surplus'")
+        upgrading = asyncio.create_task(asyncio.to_thread(upgrade, empty_postgres))
+        await until_it_waits(empty_postgres, "UPDATE dr_runs SET")
+    await upgrading
+    await owner.close()
+    assert statuses(empty_postgres) == {"surplus": "success", "kept": "running"}
 
 
 @rule("F62")
@@ -83,7 +96,7 @@ async def test_workers_write_while_an_index_is_built(empty_postgres: str) -> Non
     async with writer.transaction():
         await writer.execute("DELETE FROM dr_runs")
         building = asyncio.create_task(asyncio.to_thread(upgrade, empty_postgres))
-        await until_it_waits(empty_postgres)
+        await until_it_waits(empty_postgres, "CREATE UNIQUE INDEX")
         await reader.execute("SET lock_timeout = '5s'")
         await reader.execute("UPDATE dr_runs SET epoch = epoch")
     await building
@@ -99,7 +112,7 @@ async def test_an_index_whose_building_was_broken_off_is_built_again(empty_postg
     with process(upgrade_up_to, empty_postgres, "nowhere") as (killed, _):
         async with writer.transaction():
             await writer.execute("DELETE FROM dr_runs")
-            pid = await until_it_waits(empty_postgres)
+            pid = await until_it_waits(empty_postgres, "CREATE UNIQUE INDEX")
             kill(killed)
             # The server goes on building for a client that is gone; a server that is stopped does not.
             await writer.execute("SELECT pg_terminate_backend($1, 10000)", pid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -175,8 +176,9 @@ def test_further_set_up_runs_under_the_lock_of_the_upgrade(empty: str) -> None:
     upgrade(empty, also=[intrude])
     upgrade(empty, wait=0)
     assert len(refused) == 1
-    assert ("empty.db-migrate.lock" if is_sqlite(empty) else "server process") in refused[0]
+    holder = f"process {os.getpid()}) still holds" if is_sqlite(empty) else "server process"
     assert "another upgrade" in refused[0]
+    assert holder in refused[0]
 
 
 def test_a_set_up_that_fails_frees_the_lock_and_is_told(empty: str) -> None:
@@ -212,6 +214,11 @@ def test_a_pooler_is_bypassed_by_the_direct_address(empty_postgres: str) -> None
         upgrade(nobody)
     upgrade(f"{nobody}&direct_url={quote(empty_postgres, safe='')}")
     assert current(empty_postgres) == head()
+
+
+def test_a_check_goes_through_the_pooler_itself(empty_postgres: str) -> None:
+    upgrade(empty_postgres)
+    check(f"{empty_postgres}?pooler=true")
 
 
 def test_a_server_that_is_away_is_named_without_its_password() -> None:
