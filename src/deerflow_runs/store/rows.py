@@ -50,7 +50,11 @@ def whole(columns: ColumnCollection[str, Any] | None = None) -> list[Any]:
 
 def to_run(row: Row[Any]) -> Run:
     """A run from a row of ``narrow()`` or ``whole()`` columns, whatever else the row holds."""
-    data: Mapping[str, Any] = row._asdict()
+    return run_from(row._asdict())
+
+
+def run_from(data: Mapping[str, Any]) -> Run:
+    """The same from the values by their columns' names."""
     return Run(
         run_id=RunId(data["run_id"]),
         thread_id=ThreadId(data["thread_id"]),
