@@ -11,7 +11,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Final, final
 from urllib.parse import quote, urlencode
-from uuid import uuid4
 
 from sqlalchemy import URL
 
@@ -147,10 +146,10 @@ class Postgres:
         return URL.create("postgresql+asyncpg", username=self.user, database=self.database)
 
     def connect_args(self) -> dict[str, Any]:
-        """For ``create_async_engine``. Behind a pooler no statement is kept, and no name of one is used twice."""
+        """For ``create_async_engine``. Behind a pooler no statement is kept, and none has a name."""
         arguments = self.asyncpg_arguments()
         if self.pooler:
-            arguments |= {"prepared_statement_cache_size": 0, "prepared_statement_name_func": _unique_name}
+            arguments |= {"prepared_statement_cache_size": 0, "prepared_statement_name_func": _no_name}
         return arguments
 
     def asyncpg_arguments(self) -> dict[str, Any]:
@@ -198,6 +197,10 @@ class Postgres:
 Database = Sqlite | Postgres
 
 
-def _unique_name() -> str:
-    """A name no other client of the same pooled connection uses."""
-    return f"__dr_{uuid4().hex}__"
+def _no_name() -> str:
+    """The name of the statement that the next one replaces.
+
+    asyncpg closes a named one in a message of its own, between preparing and executing the next: there a pooler
+    changes the server. A closing that reaches another server leaves the statement behind for ever.
+    """
+    return ""

@@ -102,7 +102,7 @@ REFUSED: Final[dict[str, str]] = {
     "pgbouncer": "use pooler=true",
     "prepare_threshold": "use pooler=true, which switches the statement caches off",
     "prepared_statement_cache_size": "use pooler=true, which switches the statement caches off",
-    "prepared_statement_name_func": "use pooler=true, which gives every statement a name of its own",
+    "prepared_statement_name_func": "use pooler=true, which gives no statement a name",
     "search_path": "use schema= for our tables, or options=-c%20search_path=...",
     "server_settings": "use options=-c%20name=value",
     "ssl": "use sslmode= with one of disable, allow, prefer, require, verify-ca, verify-full",
