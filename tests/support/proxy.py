@@ -24,6 +24,7 @@ class RoundTripProxy:
         self._ends: set[_End] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._held: list[tuple[_End, bytes]] | None = None
+        self._loses_reply = False
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -60,6 +61,10 @@ class RoundTripProxy:
         for end, data in held:
             end.say(data)
 
+    def lose_next_reply(self) -> None:
+        """Break off the connection on which the server speaks next, instead of passing on what it says."""
+        self._loses_reply = True
+
     def cut(self) -> None:
         """Break off every connection. New ones work."""
         for end in list(self._ends):
@@ -83,9 +88,12 @@ class RoundTripProxy:
         if end.other is not None:
             end.other.abort()
 
-    def pass_on(self, end: _End, data: bytes) -> None:
+    def pass_on(self, end: _End, data: bytes, *, reply: bool) -> None:
         """Say ``data`` at ``end``, now or when it is released."""
-        if self._held is None:
+        if reply and self._loses_reply:
+            self._loses_reply = False
+            end.abort()
+        elif self._held is None:
             end.say(data)
         else:
             self._held.append((end, data))
@@ -134,7 +142,7 @@ class _End(asyncio.Protocol):
         elif not self._in_flight:
             self._in_flight = True
             self._proxy.turns += 1
-        self._proxy.pass_on(self.other, data)
+        self._proxy.pass_on(self.other, data, reply=self._is_server)
 
     def answered(self) -> None:
         """The server has spoken: what this client says next is another turn."""
