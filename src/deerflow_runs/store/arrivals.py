@@ -46,7 +46,6 @@ from deerflow_runs.store.schema import runs
 from deerflow_runs.store.statement import Statement
 
 
-
 class StartAgain(Exception):
     """The thread changed between the look and the change: nothing was written, look again."""
 
@@ -94,7 +93,7 @@ def _queueing(dialect: Dialect, limited: bool) -> Statement:  # noqa: FBT001 - c
     queued = and_(waiting.c.thread_id == bindparam("p_thread"), waiting.c.status == word(RunStatus.QUEUED))
     length = select(func.count()).select_from(waiting).where(queued).scalar_subquery()
     room = length < bindparam("p_max_queued", type_=BigInteger) if limited else true()
-    return _insertion(dialect, RunStatus.QUEUED, False, room)  # noqa: FBT003
+    return _insertion(dialect, RunStatus.QUEUED, False, room)
 
 
 def _insertion(dialect: Dialect, status: RunStatus, take: bool, where: ColumnElement[bool]) -> Statement:  # noqa: FBT001
@@ -247,7 +246,7 @@ def admit_locked(connection: Connection, dialect: Dialect, newcomer: Newcomer, g
 def _queue_up(connection: Connection, dialect: Dialect, newcomer: Newcomer, behind: Run | None) -> Run:
     if behind is not None and _flag(dialect).run(connection, {"p_thread": newcomer.thread_id}).one_or_none() is None:
         raise StartAgain
-    return _insert_or_again(connection, dialect, newcomer, _queueing(dialect, False))  # noqa: FBT003
+    return _insert_or_again(connection, dialect, newcomer, _queueing(dialect, False))
 
 
 def _displace(connection: Connection, dialect: Dialect, newcomer: Newcomer, plan: Displace) -> Admitted:
@@ -261,7 +260,7 @@ def _displace(connection: Connection, dialect: Dialect, newcomer: Newcomer, plan
         if row is None:
             raise StartAgain
         incumbent = to_run(row)
-        run = _insert_or_again(connection, dialect, newcomer, _queueing(dialect, False))  # noqa: FBT003
+        run = _insert_or_again(connection, dialect, newcomer, _queueing(dialect, False))
     else:
         run = _insert_or_again(connection, dialect, newcomer, _entering(dialect, newcomer.take, None))
     waiting = [waiting.run_id for waiting in plan.ended]
@@ -290,5 +289,3 @@ def _cancel_and_flag(dialect: Dialect) -> Statement:
     values = assignments(rule, dialect, Shape()) | {"queue_behind": true(), "superseded_by": superseded}
     active_run = and_(at_key(), status_in(*rule.sources), R.operation_kind == word(OperationKind.RUN))
     return Statement.of(update(runs).where(active_run).values(values).returning(*narrow()))
-
-

@@ -86,7 +86,7 @@ Renewal = Renewed | NotLive
 @final
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What one pass over the orphans did (O26): runs ended, resumed, freed of a dead home, and reservations released."""
+    """What one pass over the orphans did (O26): runs ended, resumed or freed of a dead home, reservations released."""
 
     ended: tuple[Run, ...] = ()
     resumed: tuple[Run, ...] = ()
@@ -178,8 +178,9 @@ class OutboxKind(StrEnum):
 # --- The store ------------------------------------------------------------------------------------------------------
 
 
-class RunStore(Protocol):
-    """Sessions, operations and their one table of transitions, kept in a database that many processes share."""
+class OwnershipStore(Protocol):
+    """Sessions, operations and their one table of transitions: what decides who owns a run. The shipped contract
+    (``testing.contract``) says what an implementation must do, and the model store is one."""
 
     async def open(self) -> None:
         """Connect and check the tables; raises ``SchemaMismatch`` with the command that mends them."""
@@ -248,16 +249,29 @@ class RunStore(Protocol):
     async def end_waiting(self, by: Actor, limit: int) -> tuple[Run, ...]:
         """End what waits with a draining session as its home (O35)."""
 
-    async def purge(self, *, before: Micros, limit: int) -> int:
-        """Remove up to ``limit`` operations that ended before an instant, with all that hangs on them."""
-
-    # Reads
+    # Reads that ownership needs
 
     async def get(self, key: RunKey, *, scope: Scope) -> Run | None:
         """One run with its stored input; a foreign one reads as missing. Reservations are no runs."""
 
     async def get_many(self, thread_id: ThreadId, run_ids: Collection[RunId], *, scope: Scope) -> dict[RunId, Run]:
         """Those of the runs that exist on this thread."""
+
+    async def owned(self, worker_id: WorkerId) -> tuple[Run, ...]:
+        """The active operations that name this session as owner (O12's give back compares them with its own)."""
+
+    async def active(self, thread_id: ThreadId) -> Run | None:
+        """The operation that holds the thread, whatever its kind."""
+
+    async def queue(self, thread_id: ThreadId) -> tuple[Run, ...]:
+        """The runs that wait on the thread, in their order."""
+
+
+class RunStore(OwnershipStore, Protocol):
+    """An ownership store that also keeps history: kept in a database that many processes share."""
+
+    async def purge(self, *, before: Micros, limit: int) -> int:
+        """Remove up to ``limit`` operations that ended before an instant, with all that hangs on them."""
 
     async def list_runs(
         self,
@@ -270,24 +284,13 @@ class RunStore(Protocol):
     ) -> Page:
         """Runs of a thread, newest first, by a cursor that is stable while others come and go."""
 
-    async def owned(self, worker_id: WorkerId) -> tuple[Run, ...]:
-        """The active operations that name this session as owner (O12's give back compares them with its own)."""
-
-    async def active(self, thread_id: ThreadId) -> Run | None:
-        """The operation that holds the thread, whatever its kind."""
-
-    async def queue(self, thread_id: ThreadId) -> tuple[Run, ...]:
-        """The runs that wait on the thread, in their order."""
-
     async def seizable(self, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         """Runs that owe a rollback and that ``by`` may seize (O4)."""
 
     async def counts(self) -> Counts:
         """How many of what, for health and metrics; never scans ended runs."""
 
-    async def tokens_by_thread(
-        self, thread_id: ThreadId, *, scope: Scope, include_active: bool = False
-    ) -> TokenTotals:
+    async def tokens_by_thread(self, thread_id: ThreadId, *, scope: Scope, include_active: bool = False) -> TokenTotals:
         """Token accounting of a thread: ended runs of every kind, active ones on request."""
 
     async def visibility(self, thread_id: ThreadId, *, scope: Scope) -> Visibility:

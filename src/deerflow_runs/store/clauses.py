@@ -38,7 +38,7 @@ R: Final = runs.c
 @final
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Which optional things an event carries: they decide the statement's text, so that what is absent costs nothing."""
+    """Which optional things an event carries: they decide the statement's text; what is absent costs nothing."""
 
     usage: bool = False
     checkpoint: bool = False
@@ -75,7 +75,7 @@ def guards(rule: Rule, dialect: Dialect) -> ColumnElement[bool]:
     return and_(in_sources(rule), *(condition(guard, dialect) for guard in rule.guards))
 
 
-def condition(guard: Guard, dialect: Dialect) -> ColumnElement[bool]:  # noqa: C901, PLR0911, PLR0912 - one line per guard
+def condition(guard: Guard, dialect: Dialect) -> ColumnElement[bool]:  # noqa: PLR0912 - one line per guard
     """The SQL reading of one guard."""
     match guard:
         case Guard.IS_RUN:
@@ -178,9 +178,7 @@ def next_attempt() -> ColumnElement[int]:
 def _seizers_attempt(me: ColumnElement[Any]) -> ColumnElement[int]:
     """Restores are counted apart from attempts; see ``recovery.seizers_attempt``."""
     granted = func.coalesce(R.granted_at, literal_column("0"))
-    restoring = and_(
-        R.status == word("pending"), R.owner_worker_id.is_not(null()), granted >= R.cancel_requested_at
-    )
+    restoring = and_(R.status == word("pending"), R.owner_worker_id.is_not(null()), granted >= R.cancel_requested_at)
     lost_reply = and_(R.owner_worker_id == me, R.epoch.is_distinct_from(bindparam("p_epoch")))
     again = case((lost_reply, R.attempt), else_=R.attempt + literal_column("1"))
     return case((restoring, again), else_=literal_column("1"))
@@ -211,7 +209,7 @@ def assignments(rule: Rule, dialect: Dialect, shape: Shape) -> Columns:
     return columns | {"updated_at": dialect.now}
 
 
-def _columns(effect: Effect, rule: Rule, dialect: Dialect, shape: Shape) -> Columns:  # noqa: C901, PLR0911, PLR0912 - one line per effect
+def _columns(effect: Effect, rule: Rule, dialect: Dialect, shape: Shape) -> Columns:  # noqa: PLR0912 - one line per effect
     me = bindparam("p_worker", type_=R.owner_worker_id.type)
     match effect:
         case Effect.TAKE_OWNERSHIP:
@@ -355,8 +353,6 @@ def parameters(by: Actor, given: Given) -> dict[str, Any]:
         "p_values": given.values,
         "p_interrupts": given.interrupts,
     }
-
-
 
 
 def _names(names: frozenset[str]) -> str:

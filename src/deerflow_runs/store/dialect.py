@@ -151,7 +151,9 @@ def _sqlite_each(value: ColumnElement[Any], name: str) -> Any:
 def _sqlite_contained(column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
     mine = _sqlite_each(_text_bind(name), "mine")
     wanted = _sqlite_each(_json_text(column), "wanted")
-    missing: Select[Any] = select(literal_column("1")).select_from(wanted).where(wanted.c.value.not_in(select(mine.c.value)))
+    missing: Select[Any] = (
+        select(literal_column("1")).select_from(wanted).where(wanted.c.value.not_in(select(mine.c.value)))
+    )
     return ~missing.exists()
 
 

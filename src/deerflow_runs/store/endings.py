@@ -31,6 +31,7 @@ from sqlalchemy import (
     literal_column,
     null,
     select,
+    true,
     update,
 )
 from sqlalchemy.dialects.postgresql import ARRAY
@@ -306,10 +307,8 @@ def _outcome(event: RunEvent, ended: FromClause, dialect: Dialect) -> Update:
             outcome=mine.with_only_columns(by_status).scalar_subquery(),
             error=mine.with_only_columns(case((failed, ended.c.error), else_=null())).scalar_subquery(),
             updated_at=dialect.now,
-            **{
-                "values": func.coalesce(bindparam("p_values", type_=JsonText), threads.c["values"]),
-                "interrupts": func.coalesce(bindparam("p_interrupts", type_=JsonText), word("{}")),
-            },
+            values=func.coalesce(bindparam("p_values", type_=JsonText), threads.c["values"]),
+            interrupts=func.coalesce(bindparam("p_interrupts", type_=JsonText), word("{}")),
         )
     )
 
@@ -411,7 +410,7 @@ def _promote_many(dialect: Dialect) -> Statement:
         waiting.c.due_at <= dialect.now,
     )
     first = mine.order_by(waiting.c.due_at, waiting.c.seq).limit(1).with_for_update(key_share=True).lateral("first")
-    heads = select(first.c.run_id).select_from(wanted, first).correlate(None).scalar_subquery()
+    heads = select(first.c.run_id).select_from(wanted.join(first, true())).correlate(None).scalar_subquery()
     return Statement.of(_promotion(dialect).where(R.run_id == func.any(func.array(heads))))
 
 

@@ -157,5 +157,3 @@ def explain(
     """What the table says about the event now. "Applied, not repeated" means: it would be allowed, ask again."""
     seen = look(connection, dialect, key, by)
     return decide(seen.run, event, by, seen.facts, given)
-
-

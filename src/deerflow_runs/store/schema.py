@@ -1,8 +1,9 @@
 """Tables and indexes, once, for SQLite and PostgreSQL (ownership.md §2). No statement lives here.
 
 Nothing refers to ``dr_runs`` by a foreign key: the check would lock the run's row at every event; a removal deletes
-the dependent rows in its own transaction. Instants are integer microseconds of the store's clock. JSON is kept as text in both databases: PostgreSQL's own JSON
-types would reorder keys and turn ``1e22`` into an integer, and what a caller stored must come back as it was.
+the dependent rows in its own transaction. Instants are integer microseconds of the store's clock. JSON is kept as text
+in both databases: PostgreSQL's own JSON types would reorder keys and turn ``1e22`` into an integer, and what a caller
+stored must come back as it was.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ class JsonText(TypeDecorator[Any]):
     impl = Text
     cache_ok = True
 
-    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:  # noqa: ARG002 - SQLAlchemy's signature
         return None if value is None else encode(value)
 
-    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:  # noqa: ARG002 - SQLAlchemy's signature
         return None if value is None else decode(value)
 
 
@@ -172,9 +173,7 @@ def _partial(name: str, *columns: Any, where: Any, unique: bool = False) -> Inde
 one_active_per_thread = _partial("uq_dr_runs_active_thread", runs.c.thread_id, where=ACTIVE, unique=True)
 """I1: the one index that admits one active operation per thread, whatever any worker believes."""
 
-_partial(
-    "uq_dr_runs_idempotency", runs.c.idempotency_scope, runs.c.idempotency_key, where=KEYED, unique=True
-)
+_partial("uq_dr_runs_idempotency", runs.c.idempotency_scope, runs.c.idempotency_key, where=KEYED, unique=True)
 _partial("ix_dr_runs_owner", runs.c.owner_worker_id, where=ACTIVE_OWNED)
 _partial("ix_dr_runs_owner_cancelled", runs.c.owner_worker_id, where=ACTIVE_CANCELLED)
 _partial("ix_dr_runs_queue", runs.c.thread_id, runs.c.due_at, runs.c.seq, where=QUEUED)

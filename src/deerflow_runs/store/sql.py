@@ -181,7 +181,9 @@ class SqlRunStore:
             return answer
         by = Actor(newcomer.worker_id, capabilities=newcomer.required_capabilities)
         seen = await self._units.read(self._unit(events.look, answer.incumbent.key, by))
-        if not seen.unheld or not isinstance(await self.apply(answer.incumbent.key, RunEvent.FORCE, by, given), Applied):
+        if not seen.unheld or not isinstance(
+            await self.apply(answer.incumbent.key, RunEvent.FORCE, by, given), Applied
+        ):
             return answer
         if newcomer.take:
             await self.apply(answer.run.key, RunEvent.CLAIM, by)
@@ -311,9 +313,7 @@ class SqlRunStore:
         """See ``RunStore.counts``."""
         return await self._units.read(self._unit(reads.counts))
 
-    async def tokens_by_thread(
-        self, thread_id: ThreadId, *, scope: Scope, include_active: bool = False
-    ) -> TokenTotals:
+    async def tokens_by_thread(self, thread_id: ThreadId, *, scope: Scope, include_active: bool = False) -> TokenTotals:
         """See ``RunStore.tokens_by_thread``."""
         unit = self._unit(reads.tokens_by_thread, thread_id, scope=scope, include_active=include_active)
         return await self._units.read(unit)

@@ -43,7 +43,7 @@ from deerflow_runs.testing.world import World
 
 @final
 class ModelStore:
-    """Sessions, transitions, admission and recovery of ``RunStore``, on a ``World``; see there for the reads it lacks."""
+    """An ``OwnershipStore`` on a ``World``."""
 
     def __init__(self, world: World | None = None) -> None:
         self.world = World(now=Micros(1_000_000_000_000)) if world is None else world
