@@ -246,8 +246,8 @@ def read_builtin(value: Any) -> Json | Open | Instead | Unfit:
     kind = type(value)
     if kind is str:
         return read_text(value)
-    if value is None or kind is bool:
-        return value  # type: ignore[no-any-return]
+    if value is None or value is True or value is False:
+        return value
     if kind is int:
         return read_integer(value)
     if kind is float:
