@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from sqlalchemy import Column, ColumnElement, Row, Text, type_coerce
 
-from deerflow_runs.store.schema import JsonText, runs, threads
+from deerflow_runs.store.schema import JsonText, outbox, runs, threads
 from deerflow_runs.store.values import decode
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ UNREADABLE: Final = (ValueError, TypeError, KeyError, AttributeError, RecursionE
 """What reading a row raises when the row is not what its table promises."""
 
 _JSON: Final = frozenset(
-    column.name for table in (runs, threads) for column in table.c if isinstance(column.type, JsonText)
+    column.name for table in (runs, threads, outbox) for column in table.c if isinstance(column.type, JsonText)
 )
 
 
