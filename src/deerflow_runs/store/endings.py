@@ -296,16 +296,14 @@ def _outcome(event: RunEvent, ended: FromClause, dialect: Dialect) -> Update:
     """The thread is left as its last ended run left it. A run that never started has left nothing; only where the
     rule ends what was active does a run that could not be started count."""
     counts = [] if TRANSITIONS[event].sources <= ACTIVE else [ended.c.turn.is_not(null())]
-    mine = select(ended).where(ended.c.thread_id == threads.c.thread_id, *counts)
     failed = ended.c.status.in_([word(RunStatus.ERROR), word(RunStatus.TIMEOUT)])
     otherwise = func.coalesce(bindparam("p_outcome", type_=threads.c.outcome.type), word(ThreadOutcome.IDLE))
-    by_status = case((failed, word(ThreadOutcome.ERROR)), else_=otherwise)
     return (
         update(threads)
-        .where(mine.with_only_columns(literal_column("1")).exists())
+        .where(threads.c.thread_id == ended.c.thread_id, *counts)
         .values(
-            outcome=mine.with_only_columns(by_status).scalar_subquery(),
-            error=mine.with_only_columns(case((failed, ended.c.error), else_=null())).scalar_subquery(),
+            outcome=case((failed, word(ThreadOutcome.ERROR)), else_=otherwise),
+            error=case((failed, ended.c.error), else_=null()),
             updated_at=dialect.now,
             values=func.coalesce(bindparam("p_values", type_=JsonText), threads.c["values"]),
             interrupts=func.coalesce(bindparam("p_interrupts", type_=JsonText), word("{}")),

@@ -41,7 +41,7 @@ from deerflow_runs.protocol.lifecycle import (
     Given,
     RunEvent,
 )
-from deerflow_runs.store import arrivals, endings, events, incoming, reads, sessions
+from deerflow_runs.store import arrivals, endings, events, incoming, reads, sessions, together
 from deerflow_runs.store.base import (
     Admission,
     Admitted,
@@ -54,6 +54,9 @@ from deerflow_runs.store.base import (
     TokenTotals,
     Visibility,
 )
+from deerflow_runs.store.clauses import Shape
+from deerflow_runs.store.coalesce import Coalescer
+from deerflow_runs.store.together import TOGETHER
 from deerflow_runs.store.units import Unit, Units
 
 T = TypeVar("T")
@@ -74,6 +77,7 @@ class SqlRunStore:
         self._units = units
         self._dialect = units.dialect
         self._jitter = jitter
+        self._coalescer = Coalescer(self._alone, self._together) if units.dialect.writes_in_ctes else None
 
     async def open(self) -> None:
         """See ``RunStore.open``."""
@@ -81,6 +85,8 @@ class SqlRunStore:
 
     async def close(self) -> None:
         """See ``RunStore.close``."""
+        if self._coalescer is not None:
+            await self._coalescer.idle()
         await self._units.close()
 
     async def __aenter__(self) -> Self:
@@ -194,7 +200,17 @@ class SqlRunStore:
 
     async def apply(self, key: RunKey, event: RunEvent, by: Actor, given: Given = NOTHING_GIVEN) -> Decision:
         """See ``RunStore.apply``."""
-        given = incoming.storable_given(given)
+        asked = Settlement(key, event, by, incoming.storable_given(given))
+        if self._coalescer is not None and event in TOGETHER:
+            return await self._coalescer.apply(asked)
+        return await self._alone(asked)
+
+    async def settle_many(self, settlements: Sequence[Settlement]) -> tuple[Decision, ...]:
+        """See ``RunStore.settle_many``."""
+        return tuple(await asyncio.gather(*(self.apply(one.key, one.event, one.by, one.given) for one in settlements)))
+
+    async def _alone(self, asked: Settlement) -> Decision:
+        key, event, by, given = asked.key, asked.event, asked.by, asked.given
         if TRANSITIONS[event].ends or event in UNDER_LOCK:
             return await self._end(key, event, by, given)
         for _ in range(TRIES):
@@ -206,16 +222,15 @@ class SqlRunStore:
                 return decision
         raise StoreUnavailable(f"run {key.run_id} kept changing under {event.value!r}; repeat it")
 
+    async def _together(self, event: RunEvent, shape: Shape, asked: Sequence[Settlement]) -> dict[RunId, Run]:
+        return await self._units.once(self._unit(together.apply_together, event, shape, asked))
+
     async def _end(self, key: RunKey, event: RunEvent, by: Actor, given: Given) -> Decision:
         if endings.optimistic(event) and self._dialect.writes_in_ctes:
             run = await self._units.once(self._unit(endings.end_optimistically, key, event, by, given))
             if run is not None:
                 return Applied(run)
         return await self._units.transaction(self._unit(endings.end_locked, key, event, by, given))
-
-    async def settle_many(self, settlements: Sequence[Settlement]) -> tuple[Decision, ...]:
-        """See ``RunStore.settle_many``."""
-        return tuple([await self.apply(one.key, one.event, one.by, one.given) for one in settlements])
 
     # --- Sets -------------------------------------------------------------------------------------------------------
 

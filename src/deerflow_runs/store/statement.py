@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from sqlalchemy import BindParameter, Connection, Executable, Result
+from sqlalchemy import BindParameter, ColumnClause, Connection, Executable, Result
 from sqlalchemy.sql import ClauseElement, visitors
 
 
@@ -32,6 +32,22 @@ class Statement:
 
 
 def _names(clause: Executable) -> set[str]:
-    assert isinstance(clause, ClauseElement)
-    found = (element for element in visitors.iterate(clause) if isinstance(element, BindParameter))
-    return {element.key for element in found if element.key.startswith("p_")}
+    return {bind.key for bind in binds_of(clause) if bind.key.startswith("p_")}
+
+
+def binds_of(*clauses: Any) -> list[BindParameter[Any]]:
+    """Every bound parameter, also inside tables that are only reached through their columns (UPDATE … FROM)."""
+    found: dict[int, BindParameter[Any]] = {}
+    seen: set[int] = set()
+    left: list[Any] = list(clauses)
+    while left:
+        clause = left.pop()
+        if id(clause) in seen:
+            continue
+        seen.add(id(clause))
+        for element in visitors.iterate(clause):
+            if isinstance(element, BindParameter):
+                found[id(element)] = element
+            elif isinstance(element, ColumnClause) and isinstance(element.table, ClauseElement):
+                left.append(element.table)
+    return list(found.values())
