@@ -24,7 +24,7 @@ class RoundTripProxy:
         self._ends: set[_End] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._held: list[tuple[_End, bytes]] | None = None
-        self._loses_reply = False
+        self._replies_until_loss = 0
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -61,9 +61,9 @@ class RoundTripProxy:
         for end, data in held:
             end.say(data)
 
-    def lose_next_reply(self) -> None:
-        """Break off the connection on which the server speaks next, instead of passing on what it says."""
-        self._loses_reply = True
+    def lose_reply(self, number: int) -> None:
+        """Break off the connection instead of passing on the first, second… reply from now on."""
+        self._replies_until_loss = number
 
     def cut(self) -> None:
         """Break off every connection. New ones work."""
@@ -89,11 +89,13 @@ class RoundTripProxy:
             end.other.abort()
 
     def pass_on(self, end: _End, data: bytes, *, reply: bool) -> None:
-        """Say ``data`` at ``end``, now or when it is released."""
-        if reply and self._loses_reply:
-            self._loses_reply = False
-            end.abort()
-        elif self._held is None:
+        """Say ``data`` at ``end``, now or when it is released. Whether it begins the ``reply`` to a turn."""
+        if reply and self._replies_until_loss:
+            self._replies_until_loss -= 1
+            if not self._replies_until_loss:
+                end.abort()
+                return
+        if self._held is None:
             end.say(data)
         else:
             self._held.append((end, data))
@@ -137,16 +139,16 @@ class _End(asyncio.Protocol):
         if self.other is None:
             self._early += data
             return
-        if self._is_server:
-            self.other.answered()
-        elif not self._in_flight:
-            self._in_flight = True
-            self._proxy.turns += 1
-        self._proxy.pass_on(self.other, data, reply=self._is_server)
+        client = self.other if self._is_server else self
+        turned = client.turn(client_speaks=not self._is_server)
+        self._proxy.turns += turned and not self._is_server
+        self._proxy.pass_on(self.other, data, reply=turned and self._is_server)
 
-    def answered(self) -> None:
-        """The server has spoken: what this client says next is another turn."""
-        self._in_flight = False
+    def turn(self, *, client_speaks: bool) -> bool:
+        """Whether another side speaks than before."""
+        turned = self._in_flight is not client_speaks
+        self._in_flight = client_speaks
+        return turned
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._proxy.closed(self)
