@@ -334,6 +334,17 @@ def test_a_text_is_cut_between_characters_and_says_so() -> None:
     assert cut_text("a\0b\ud83dc") == "a\ufffdb\ufffdc"
 
 
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: {"a": v}, lambda v: (v,)], ids=["list", "dict", "tuple"])
+def test_two_hundred_levels_are_stored_and_one_more_is_refused(wrap: Callable[[Any], Any]) -> None:
+    deepest = deep(200, wrap)
+    stored = storable(deepest, "kwargs")
+    assert encode(stored).count("[") + encode(stored).count("{") == 200
+    assert repaired(deepest, "result") == (stored, ())
+    with pytest.raises(InvalidValue, match="more than 200 levels deep"):
+        storable(wrap(deepest), "kwargs")
+    assert "<more than 200 levels deep>" in encode(repaired(wrap(deepest), "result")[0])
+
+
 # --- Ids, names, digests
 
 
