@@ -165,7 +165,7 @@ class RunKey:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """One operation of a thread as the store knows it; a run unless ``kind`` says it is a reservation.
 
@@ -224,6 +224,13 @@ class Run:
     started_at: Micros | None = None
     settled_at: Micros | None = None
     updated_at: Micros = Micros(0)
+
+    def __repr__(self) -> str:
+        """Who and where, never the input: a run's repr ends in logs and tracebacks."""
+        kind = "Run" if self.kind is OperationKind.RUN else f"Reservation {self.kind.value}"
+        owner = f"owner {self.owner_worker_id}" if self.owner_worker_id else "no owner"
+        cancel = f", cancel {self.cancel_action.value}" if self.cancel_action else ""
+        return f"<{kind} {self.run_id} on {self.thread_id}: {self.status.value}, {owner}, epoch {self.epoch}{cancel}>"
 
     @property
     def key(self) -> RunKey:

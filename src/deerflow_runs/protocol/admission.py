@@ -48,11 +48,11 @@ class Newcomer:
     delay: Micros = Micros(0)
     executor: str | None = None
     payload_version: int = 1
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     assistant_id: str | None = None
     user_id: str | None = None
     model_name: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     on_disconnect: OnDisconnect = OnDisconnect.CONTINUE
     on_orphan: OnOrphan = OnOrphan.FAIL
     required_capabilities: frozenset[str] = frozenset()
@@ -62,7 +62,7 @@ class Newcomer:
     max_attempts: int = 3
     run_timeout: Micros | None = None
     temporary: bool = False
-    deliveries: Mapping[str, Any] = field(default_factory=dict)
+    deliveries: Mapping[str, Any] = field(default_factory=dict, repr=False)
     max_queued: int | None = 100
 
     def __post_init__(self) -> None:

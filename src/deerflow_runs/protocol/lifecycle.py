@@ -207,11 +207,11 @@ class Given:
     action: CancelAction = CancelAction.INTERRUPT
     cancel_grace: Micros = Micros(10_000_000)
     stop_reason: str | None = None
-    error: str | None = None
-    usage: Usage = NO_USAGE
+    error: str | None = field(default=None, repr=False)
+    usage: Usage = field(default=NO_USAGE, repr=False)
     outcome: ThreadOutcome | None = None
-    values: Any = None
-    interrupts: Any = None
+    values: Any = field(default=None, repr=False)
+    interrupts: Any = field(default=None, repr=False)
     base_heads: Mapping[str, str] = field(default_factory=dict)
     backoff: Micros = Micros(0)
     requirements: frozenset[str] = frozenset()
@@ -439,12 +439,18 @@ def decide(run: Run | None, event: RunEvent, by: Actor, facts: Facts, given: Giv
         return Refused(Refusal.UNKNOWN)
     rule = TRANSITIONS[event]
     if run.status not in rule.sources:
-        reason = Refusal.TERMINAL if run.terminal else Refusal.WRONG_STATUS
-        return Applied(run, repeated=True) if _repeats(rule, run, by) else Refused(reason, run)
+        return Applied(run, repeated=True) if _repeats(rule, run, by) else Refused(_misplaced(rule, run, by), run)
     for guard in rule.guards:
         if not holds(guard, run, by, facts, given):
             return Applied(run, repeated=True) if _repeats(rule, run, by) else Refused(REASONS[guard], run)
     return Applied(after(rule, run, by, facts, given))
+
+
+def _misplaced(rule: Rule, run: Run, by: Actor) -> Refusal:
+    """Why a rule may not start here. Whoever lost the run is told that first: it must stop, whatever became of it."""
+    if Guard.EPOCH_IS_MINE in rule.guards and run.epoch != by.epoch:
+        return Refusal.LOST
+    return Refusal.TERMINAL if run.terminal else Refusal.WRONG_STATUS
 
 
 def after(rule: Rule, run: Run, by: Actor, facts: Facts, given: Given) -> Run:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, assert_never, final
@@ -73,14 +73,23 @@ UNDER_LOCK: Final = frozenset({RunEvent.PROMOTE, RunEvent.REMOVE})
 class SqlRunStore:
     """A ``RunStore`` on a database both dialects speak. Open it before use; ``async with`` does both ends."""
 
-    def __init__(self, units: Units, *, jitter: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        units: Units,
+        *,
+        upgrade: Callable[[], Awaitable[None]] | None = None,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
         self._units = units
+        self._upgrade = upgrade
         self._dialect = units.dialect
         self._jitter = jitter
         self._coalescer = Coalescer(self._alone, self._together) if units.dialect.writes_in_ctes else None
 
     async def open(self) -> None:
         """See ``RunStore.open``."""
+        if self._upgrade is not None:
+            await self._upgrade()
         await self._units.open()
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ afterwards, and a refusal must leave it untouched.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, Final
 
 from deerflow_runs.model import Micros, Run, RunStatus
@@ -46,7 +46,7 @@ async def _ask(subject: Subject, event: RunEvent, situation: Situation) -> None:
     expected = decide(run, event, by, situation.facts, given)
     actual = await subject.store.apply(run.key, event, by, given)
     kept = await subject.row(run.run_id)
-    where = f"{event.value} on {run.status}: {run}\nby {by}\nfacts {situation.facts}\ngiven {given}\n"
+    where = f"{event.value} on {run.status}: {asdict(run)}\nby {by}\nfacts {situation.facts}\ngiven {given}\n"
     assert _told(actual) == _told(expected), f"{where}answered {actual}\nthe table says {expected}"
     if isinstance(expected, Refused) or expected.repeated:
         assert kept is not None, f"{where}lost the row"
