@@ -137,8 +137,8 @@ class Judge:
         return replace(self, asked_at=sent_at)
 
     def beat_failed(self) -> Judge:
-        """The judge's own beat got no answer: the store, or the judge, is not well."""
-        return replace(self, steady_since=None, unbroken=False)
+        """The judge's own beat got no answer, or its session's connection broke: the store or the judge is not well."""
+        return replace(self, steady_since=None)
 
     def looked(self, look: Look) -> Judge:
         """Remember what was seen. The dead are forgotten, and so are sessions whose rows are gone."""
