@@ -24,7 +24,13 @@ from deerflow_runs.store.statement import Statement
 
 BOX: Final = outbox.c
 UNDELIVERED: Final = BOX.delivered_at.is_(null())
-THIS: Final = and_(BOX.run_id == bindparam("p_run"), BOX.kind == bindparam("p_kind"), UNDELIVERED)
+THIS: Final = and_(
+    BOX.run_id == bindparam("p_run"),
+    BOX.kind == bindparam("p_kind"),
+    func.coalesce(BOX.delivered_at, literal_column("0")) == literal_column("0"),
+)
+"""One undelivered row by its key. Said in another way than the partial index says it: PostgreSQL would read all that
+is undelivered, instead of the one row."""
 
 
 @final
