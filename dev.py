@@ -29,13 +29,10 @@ OLDEST = (3, 11)
 # --- Verbs ----------------------------------------------------------------------------------------------------------
 
 
-def demo(_: Sequence[str]) -> int:
-    """start a chat gateway on SQLite and open its page (comes with the gateway)"""
-    print(
-        "The demo will be a chat gateway on SQLite. It is not built yet, so there is nothing to start.\n"
-        "What can be tried today: python3 dev.py test"
-    )
-    return 0
+def demo(arguments: Sequence[str]) -> int:
+    """show two workers share a thread on SQLite (or on the database named); becomes the chat gateway"""
+    print("The demo will be a chat gateway on SQLite. Until it is built: what the store under it decides.\n", flush=True)
+    return run(PYTHON, ROOT / "examples" / "tour.py", *arguments)
 
 
 def test(arguments: Sequence[str]) -> int:
@@ -75,8 +72,7 @@ def env(_: Sequence[str]) -> int:
 
 
 VERBS: tuple[Callable[[Sequence[str]], int], ...] = (demo, test, lint, spec, mutants, docs, env)
-PASS_ARGUMENTS_ON = (test, spec, mutants, docs)
-NEED_NO_ENVIRONMENT = (demo,)
+PASS_ARGUMENTS_ON = (demo, test, spec, mutants, docs)
 
 
 def main(words: Sequence[str]) -> int:
@@ -89,8 +85,7 @@ def main(words: Sequence[str]) -> int:
     known, arguments = parser.parse_known_args(words)
     if arguments and known.verb not in PASS_ARGUMENTS_ON:
         parser.error(f"{known.verb.__name__} takes no arguments: {' '.join(arguments)}")
-    if known.verb not in NEED_NO_ENVIRONMENT:
-        make_environment()
+    make_environment()
     answer: int = known.verb(arguments)
     return answer
 

@@ -15,6 +15,7 @@ from uuid import uuid4
 from deerflow_runs import OnOrphan, RunId, Session, SqlRunStore, Strategy, ThreadId, WorkerId, store_at
 from deerflow_runs.protocol.admission import Newcomer
 from deerflow_runs.protocol.lifecycle import Actor, Applied, Given, RunEvent
+from deerflow_runs.store.base import Admitted
 
 THREAD = ThreadId(f"thread-{uuid4().hex[:6]}")
 
@@ -38,30 +39,29 @@ async def tour(store: SqlRunStore) -> None:
         await store.open_session(Session(worker))
 
     first = await store.admit(message(alice, "first", Strategy.ENQUEUE))
-    print("a message reaches alice:          ", first)
+    print("a message reaches alice:           ", first.run if isinstance(first, Admitted) else first)
     second = await store.admit(message(bob, "second", Strategy.ENQUEUE))
-    print("another reaches bob, same thread: ", second)
+    print("another reaches bob, same thread:  ", second.run if isinstance(second, Admitted) else second)
     refused = await store.admit(message(bob, "impatient", Strategy.REJECT))
-    print("a third asks with 'reject':       ", refused)
+    print("a third will not wait:             ", refused)
 
     run = (await store.active(THREAD) or sys.exit("nobody holds the thread")).key
     holder = Actor(alice, epoch=1)
     await store.apply(run, RunEvent.START, holder)
     await store.close_session(alice)
     swept = await store.take_over(Actor(bob), Given(), limit=10)
-    print("alice dies; bob's sweep resumes:  ", [found.run_id for found in swept.resumed])
+    print("alice dies; bob's sweep finds:     ", *swept.resumed)
     claimed = await store.claim(Actor(bob), limit=1)
-    print("bob claims it, with its input:    ", [(one.run_id, one.epoch, one.kwargs) for one in claimed])
+    print("bob claims it and has its input:   ", *claimed, *(one.kwargs for one in claimed))
     late = await store.apply(run, RunEvent.SETTLE_SUCCESS, holder)
-    print("alice wakes up and wants to write:", late)
+    print("alice wakes up and wants to settle:", late)
 
     by = Actor(bob, epoch=claimed[0].epoch)
     await store.apply(run, RunEvent.START, by)
     ended = await store.apply(run, RunEvent.SETTLE_SUCCESS, by)
     assert isinstance(ended, Applied)
-    print("bob finishes:                     ", ended.run.status.value)
-    waiting = await store.active(THREAD)
-    print("and the second message's turn came:", waiting and (waiting.run_id, waiting.status.value))
+    print("bob settles:                       ", ended.run)
+    print("and the second message has its turn:", await store.active(THREAD))
 
 
 async def main() -> None:
