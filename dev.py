@@ -31,7 +31,7 @@ OLDEST = (3, 11)
 
 def demo(arguments: Sequence[str]) -> int:
     """show two workers share a thread on SQLite (or on the database named); becomes the chat gateway"""
-    print("The demo will be a chat gateway on SQLite. Until it is built: what the store under it decides.\n", flush=True)
+    print("The demo will be a chat gateway on SQLite. Until then: what the store under it decides.\n", flush=True)
     return run(PYTHON, ROOT / "examples" / "tour.py", *arguments)
 
 
