@@ -73,9 +73,11 @@ def wait_behind(connection: Connection, dialect: Dialect, newcomer: Newcomer) ->
 
 
 def _insert(connection: Connection, dialect: Dialect, newcomer: Newcomer, statement: Statement) -> Run | None:
-    dialect.draw(connection, "seq")
     row = statement.run(connection, _newcomer_parameters(newcomer)).one_or_none()
-    return None if row is None else to_run(row)
+    if row is None:
+        return None
+    dialect.drawn(connection, "seq")
+    return to_run(row)
 
 
 @cache

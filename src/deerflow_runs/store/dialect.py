@@ -57,7 +57,7 @@ class Dialect:
     pairs: Callable[[ColumnElement[Any]], FromClause]
     matches: Callable[[ColumnElement[Any], str], ColumnElement[bool]]
     lock_threads: Callable[[Connection, Sequence[str]], None]
-    draw: Callable[[Connection, Counter], None]
+    drawn: Callable[[Connection, Counter], None]
     share_lock: Callable[[Select[Any]], Select[Any]]
 
 
@@ -118,7 +118,7 @@ def _postgres_counter(counter: Counter) -> ColumnElement[int]:
     return {"seq": schema.SEQ, "turn": schema.TURN}[counter].next_value()
 
 
-def _nothing_to_draw(connection: Connection, counter: Counter) -> None:
+def _nothing_drawn(connection: Connection, counter: Counter) -> None:
     """A sequence draws when the statement that uses it runs."""
 
 
@@ -135,7 +135,7 @@ POSTGRES: Final = Dialect(
     pairs=_postgres_pairs,
     matches=_postgres_matches,
     lock_threads=_postgres_lock,
-    draw=_nothing_to_draw,
+    drawn=_nothing_drawn,
     # O14: the weakest lock that makes a take-over wait for the write it guards, and the other way round.
     share_lock=lambda statement: statement.with_for_update(read=True),
 )
@@ -184,11 +184,13 @@ _METER = update(schema.meta).where(schema.meta.c.name == bindparam("counter")).v
 
 
 def _sqlite_counter(counter: Counter) -> ColumnElement[int]:
-    return select(schema.meta.c.number).where(schema.meta.c.name == literal_column(f"'{counter}'")).scalar_subquery()
-
-
-def _sqlite_draw(connection: Connection, counter: Counter) -> None:
     """Not the row id: VACUUM may renumber it, and a removed last run would give its turn to the next."""
+    next_one = select(schema.meta.c.number + 1).where(schema.meta.c.name == literal_column(f"'{counter}'"))
+    return next_one.scalar_subquery()
+
+
+def _sqlite_drawn(connection: Connection, counter: Counter) -> None:
+    """Count on, only once a statement has used the number: what is refused leaves nothing to commit."""
     connection.execute(_METER, {"counter": counter})
 
 
@@ -204,6 +206,6 @@ SQLITE: Final = Dialect(
     pairs=_sqlite_pairs,
     matches=_sqlite_matches,
     lock_threads=_nothing_to_lock,
-    draw=_sqlite_draw,
+    drawn=_sqlite_drawn,
     share_lock=lambda statement: statement,
 )

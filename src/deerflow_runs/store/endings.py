@@ -36,6 +36,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import ARRAY
 
+from deerflow_runs.errors import StoreUnavailable
 from deerflow_runs.model import ACTIVE, Micros, OperationKind, Run, RunKey, RunStatus, ThreadOutcome, WorkerId
 from deerflow_runs.protocol.lifecycle import (
     NOTHING_GIVEN,
@@ -64,7 +65,7 @@ from deerflow_runs.store.clauses import (
     word,
 )
 from deerflow_runs.store.dialect import Dialect
-from deerflow_runs.store.events import explain
+from deerflow_runs.store.events import TRIES, explain
 from deerflow_runs.store.rows import narrow, to_run, whole
 from deerflow_runs.store.schema import JsonText, base_writes, outbox, runs, threads
 from deerflow_runs.store.schema import events as event_log
@@ -99,10 +100,15 @@ def end_locked(
     """
     bag = parameters(by, given) | key_parameters(key)
     dialect.lock_threads(connection, [key.thread_id])
-    while (ended := _first(_ending_of_one(event, dialect, Shape.of(given), False).run(connection, bag))) is None:
+    for _ in range(TRIES):
+        ended = _first(_ending_of_one(event, dialect, Shape.of(given), False).run(connection, bag))
+        if ended is not None:
+            break
         decision = explain(connection, dialect, key, event, by, given)
         if isinstance(decision, Refused) or decision.repeated:
             return decision
+    else:
+        raise StoreUnavailable(f"run {key.run_id} kept changing under {event.value!r}; repeat it")
     if TRANSITIONS[event].frees:
         let_in_the_next(connection, dialect, by, (ended,))
     return Applied(ended)
@@ -145,6 +151,33 @@ def end_these(
         return ()
     bag = parameters(by, given) | {"p_ids": list(ids)}
     return _ending_of_these(event, dialect, Shape.of(given)).run(connection, bag)
+
+
+TAKE_OVERS: Final = (
+    RunEvent.TAKE_OVER_FAIL,
+    RunEvent.TAKE_OVER_FAIL_WAITING,
+    RunEvent.TAKE_OVER_RESUME,
+    RunEvent.TAKE_OVER_RESUME_WAITING,
+    RunEvent.TAKE_OVER_RELEASE,
+)
+"""What a sweep does to operations whose owner or home is dead."""
+
+
+def possible(
+    connection: Connection, dialect: Dialect, wanted: tuple[RunEvent, ...], by: Actor, given: Given
+) -> frozenset[RunEvent]:
+    """Which of the events could happen to any run now: one read, so that a sweep with nothing to do costs no more."""
+    row = _possible(wanted, dialect).run(connection, parameters(by, given)).one()
+    return frozenset(event for event, found in zip(wanted, row, strict=True) if found)
+
+
+@cache
+def _possible(wanted: tuple[RunEvent, ...], dialect: Dialect) -> Statement:
+    def found(event: RunEvent) -> ColumnElement[bool]:
+        allowed = guards(_rule_of_many(event), dialect)
+        return select(literal_column("1")).select_from(runs).where(allowed, *_narrowing(event)).exists()
+
+    return Statement.of(select(*(found(event).label(event.name.lower()) for event in wanted)))
 
 
 def purge(connection: Connection, dialect: Dialect, before: Micros, limit: int) -> tuple[Run, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, final
+from typing import Any, Final, final
 
 from sqlalchemy import Connection, Row, Select, bindparam, select, update
 
@@ -40,6 +40,9 @@ from deerflow_runs.store.rows import narrow, to_run
 from deerflow_runs.store.schema import runs, workers
 from deerflow_runs.store.statement import Statement
 
+TRIES: Final = 20
+"""How often an admission or an event looks again at what changes under it, before that counts as no answer."""
+
 
 @cache
 def guarded_update(event: RunEvent, dialect: Dialect, shape: Shape) -> Statement:
@@ -53,11 +56,13 @@ def attempt(
     connection: Connection, dialect: Dialect, key: RunKey, event: RunEvent, by: Actor, given: Given
 ) -> Run | None:
     """Let the event happen if the table allows it; None: it did not, and a look may say why."""
-    if event is RunEvent.START:
-        dialect.draw(connection, "turn")
     bag = parameters(by, given) | key_parameters(key)
     row = guarded_update(event, dialect, Shape.of(given)).run(connection, bag).one_or_none()
-    return None if row is None else to_run(row)
+    if row is None:
+        return None
+    if event is RunEvent.START:
+        dialect.drawn(connection, "turn")
+    return to_run(row)
 
 
 # --- The look -------------------------------------------------------------------------------------------------------

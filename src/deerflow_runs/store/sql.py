@@ -61,9 +61,6 @@ from deerflow_runs.store.units import Unit, Units
 
 T = TypeVar("T")
 
-TRIES: Final = 20
-"""How often an admission or an event looks again at a thread that changes under it, before it counts as no answer."""
-
 
 UNDER_LOCK: Final = frozenset({RunEvent.PROMOTE, RunEvent.REMOVE})
 """What ends nothing but needs a transaction all the same."""
@@ -149,7 +146,7 @@ class SqlRunStore:
     async def admit(self, newcomer: Newcomer, given: Given = NOTHING_GIVEN) -> Admission:
         """See ``RunStore.admit``. Nothing is stored, and nothing holds the thread, when a value is refused."""
         newcomer = incoming.storable_newcomer(newcomer)
-        for _ in range(TRIES):
+        for _ in range(events.TRIES):
             answer = await self._admit_once(newcomer, given)
             if answer is not None:
                 return await self._finished(answer, newcomer, given)
@@ -222,7 +219,7 @@ class SqlRunStore:
         key, event, by, given = asked.key, asked.event, asked.by, asked.given
         if TRANSITIONS[event].ends or event in UNDER_LOCK:
             return await self._end(key, event, by, given)
-        for _ in range(TRIES):
+        for _ in range(events.TRIES):
             run = await self._units.once(self._unit(events.attempt, key, event, by, given))
             if run is not None:
                 return Applied(run)
@@ -250,19 +247,22 @@ class SqlRunStore:
     async def take_over(self, by: Actor, given: Given, limit: int) -> Swept:
         """See ``RunStore.take_over``."""
         given = incoming.storable_given(given)
+        due = await self._units.read(self._unit(endings.possible, endings.TAKE_OVERS, by, given))
+        changed = {
+            event: await self._many(event, by, given, limit) if event in due else () for event in endings.TAKE_OVERS
+        }
         return Swept(
-            ended=(
-                *await self._end_many(RunEvent.TAKE_OVER_FAIL, by, given, limit),
-                *await self._end_many(RunEvent.TAKE_OVER_FAIL_WAITING, by, given, limit),
-            ),
-            resumed=await self._change(RunEvent.TAKE_OVER_RESUME, by, given, limit),
-            freed=await self._change(RunEvent.TAKE_OVER_RESUME_WAITING, by, given, limit),
-            released=await self._end_many(RunEvent.TAKE_OVER_RELEASE, by, given, limit),
+            ended=changed[RunEvent.TAKE_OVER_FAIL] + changed[RunEvent.TAKE_OVER_FAIL_WAITING],
+            resumed=changed[RunEvent.TAKE_OVER_RESUME],
+            freed=changed[RunEvent.TAKE_OVER_RESUME_WAITING],
+            released=changed[RunEvent.TAKE_OVER_RELEASE],
         )
 
     async def force(self, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.force``."""
-        return await self._end_many(RunEvent.FORCE, by, given, limit)
+        given = incoming.storable_given(given)
+        due = await self._units.read(self._unit(endings.possible, (RunEvent.FORCE,), by, given))
+        return await self._many(RunEvent.FORCE, by, given, limit) if due else ()
 
     async def promote(self, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.promote``."""
@@ -290,6 +290,10 @@ class SqlRunStore:
     async def _change(self, event: RunEvent, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         how = self._units.once if self._dialect.writes_in_ctes else self._units.transaction
         return await how(self._unit(endings.change_batch, event, by, given, limit))
+
+    async def _many(self, event: RunEvent, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
+        how = self._end_many if TRANSITIONS[event].ends else self._change
+        return await how(event, by, given, limit)
 
     async def _end_many(self, event: RunEvent, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         return await self._units.transaction(self._unit(endings.end_batch, event, by, given, limit))
