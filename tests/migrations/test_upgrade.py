@@ -7,7 +7,7 @@ import contextlib
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
@@ -104,13 +104,34 @@ async def test_an_upgrade_may_be_awaited(empty: str) -> None:
     assert current(empty) == head()
 
 
-def test_several_databases_are_upgraded_at_once_in_one_process(
-    empty_postgres: str, second_postgres: str, tmp_path: Path
-) -> None:
-    dsns = [empty_postgres, second_postgres, *(f"sqlite:///{tmp_path / name}" for name in ("a.db", "b.db", "c.db"))]
-    with ThreadPoolExecutor(len(dsns)) as pool:
-        list(pool.map(upgrade, dsns))
-    assert [current(dsn) for dsn in dsns] == [head()] * len(dsns)
+def test_two_databases_are_upgraded_at_once_in_one_process(tmp_path: Path) -> None:
+    first, second = (f"sqlite:///{tmp_path / name}" for name in ("first.db", "second.db"))
+    in_the_middle, over = threading.Event(), threading.Event()
+
+    def let_the_second_overtake(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        if "CREATE TABLE dr_threads" in statement and not in_the_middle.is_set():
+            in_the_middle.set()
+            over.wait(1)
+
+    def upgrade_second() -> None:
+        assert in_the_middle.wait(60)
+        upgrade(second)
+        over.set()
+
+    with listening(let_the_second_overtake), ThreadPoolExecutor(2) as pool:
+        for done in (pool.submit(upgrade, first), pool.submit(upgrade_second)):
+            done.result()
+    assert (current(first), current(second)) == (head(), head())
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[..., None]) -> Iterator[None]:
+    """Every statement of this process is shown to ``listener`` before it is sent."""
+    event.listen(Engine, "before_cursor_execute", listener)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "before_cursor_execute", listener)
 
 
 class Held:
@@ -260,11 +281,8 @@ def test_a_time_limit_of_the_server_does_not_cut_an_upgrade_off(empty_postgres: 
         if statement.startswith("CREATE UNIQUE INDEX"):
             limits.extend(connection.exec_driver_sql("SHOW statement_timeout").scalars())
 
-    event.listen(Engine, "before_cursor_execute", note)
-    try:
+    with listening(note):
         upgrade(empty_postgres)
-    finally:
-        event.remove(Engine, "before_cursor_execute", note)
     assert limits == ["0", "0"]
 
 
