@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, final
 
-from sqlalchemy import text
+from sqlalchemy import Connection, text
+from sqlalchemy.util import await_only
 
 from deerflow_runs.model import Micros, OperationKind, Run, RunId, Strategy, ThreadId, WorkerId, micros
 from deerflow_runs.protocol.admission import Newcomer
 from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Applied, Given, RunEvent
 from deerflow_runs.store.base import Admitted, OwnershipStore
-from deerflow_runs.store.units import Units
+from deerflow_runs.store.units import Unit, Units
 
 T = TypeVar("T")
 
@@ -89,3 +92,32 @@ async def done(units: Units, function: Callable[..., T], *arguments: Any, **name
 async def executed(units: Units, sql: str, **parameters: Any) -> None:
     """What no verb of the store would do: rows that somebody else has spoilt."""
     await units.transaction(lambda connection: connection.execute(text(sql), parameters))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Holds a unit of PostgreSQL up at its end, before its transaction commits, until the test lets it go on."""
+
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def after(self, unit: Unit[T]) -> Unit[T]:
+        """The same unit, held up."""
+
+        def held(connection: Connection) -> T:
+            answer = unit(connection)
+            self.reached.set()
+            await_only(self.go_on.wait())
+            return answer
+
+        return held
+
+
+async def until_somebody_waits(units: Units) -> None:
+    """Return once a connection to this database waits for a lock."""
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    while not await units.read(lambda connection: connection.scalar(waiting)):
+        pass

@@ -162,16 +162,17 @@ def _one(_: Dialect, *, mine: bool, locked: bool) -> Statement:
     return Statement.of(found.with_for_update(of=threads) if locked else found)
 
 
-def columns() -> list[Any]:
-    """A thread's columns, and whether it is busy."""
-    return [*T, busy().label("busy")]
+def columns(thread_id: ColumnElement[Any] = T.thread_id) -> list[Any]:
+    """A thread's columns, and whether it is busy. ``thread_id`` is said otherwise where rows are returned by a change:
+    SQLite cannot refer to the changed row from a subquery there."""
+    return [*T, busy(thread_id).label("busy")]
 
 
-def busy() -> ColumnElement[bool]:
+def busy(thread_id: ColumnElement[Any] = T.thread_id) -> ColumnElement[bool]:
     """A run is active or waits on the thread; a reservation is none. Each arm asks the partial index of its own."""
     held, awaited = runs.alias("held"), runs.alias("awaited")
-    is_held = and_(held.c.thread_id == T.thread_id, held.c.active, held.c.operation_kind == word(OperationKind.RUN))
-    is_awaited = and_(awaited.c.thread_id == T.thread_id, awaited.c.status == word("queued"))
+    is_held = and_(held.c.thread_id == thread_id, held.c.active, held.c.operation_kind == word(OperationKind.RUN))
+    is_awaited = and_(awaited.c.thread_id == thread_id, awaited.c.status == word("queued"))
     return or_(_any(held, is_held), _any(awaited, is_awaited))
 
 
@@ -221,7 +222,9 @@ def _creation(dialect: Dialect) -> Statement:
         "updated_at": dialect.now,
     }
     row = {name: bindparam(f"p_{name}", type_=T[name].type) for name in given} | fixed
-    return Statement.of(dialect.insert(threads).values(row).on_conflict_do_nothing().returning(*columns()))
+    return Statement.of(
+        dialect.insert(threads).values(row).on_conflict_do_nothing().returning(*columns(bindparam("p_thread_id")))
+    )
 
 
 def update(
@@ -236,7 +239,7 @@ def update(
     if row is None:
         return None
     values = change.columns(to_thread(row._asdict())) | {"updated_at": dialect.now}
-    changed = changing(threads).where(THIS).values(values).returning(*columns())
+    changed = changing(threads).where(THIS).values(values).returning(*columns(bindparam("p_thread")))
     return to_thread(connection.execute(changed, {"p_thread": thread_id}).one()._asdict())
 
 
