@@ -218,7 +218,7 @@ def test_two_names_of_one_file_are_one_lock(tmp_path: Path) -> None:
         with pytest.raises(StoreUnavailable):
             upgrade(str(tmp_path / "runs.db"), wait=0)
 
-    upgrade(str(tmp_path / "link.db"), also=[intrude])
+    upgrade(tmp_path / "link.db", also=[intrude])
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import os
 import shlex
 import sys
 import threading
@@ -43,23 +44,26 @@ WAIT: Final = 300.0
 HEAD: Final = "head"
 """The newest revision this version knows."""
 
+Address = str | os.PathLike[str]
+"""As ``parse_dsn`` takes it."""
+
 SetUp = Callable[[str], None]
 """Further set-up of the same database (a checkpoint saver's), given its address; must be safe to repeat."""
 
 
-def upgrade(dsn: str, *, revision: str = HEAD, wait: float = WAIT, also: Sequence[SetUp] = ()) -> None:
+def upgrade(dsn: Address, *, revision: str = HEAD, wait: float = WAIT, also: Sequence[SetUp] = ()) -> None:
     """Bring the database to ``revision``, then carry out ``also``, under one lock over all processes.
 
     Safe to repeat, also after it was interrupted or killed. A database of a newer version is left as it is, or refused
     with ``SchemaMismatch`` if this version cannot read it. ``StoreUnavailable`` after ``wait`` seconds without lock.
     """
-    _upgrade(parse_dsn(dsn), dsn, revision, also, Patience(wait))
+    _upgrade(parse_dsn(dsn), os.fspath(dsn), revision, also, Patience(wait))
 
 
-async def upgrade_async(dsn: str, *, revision: str = HEAD, wait: float = WAIT, also: Sequence[SetUp] = ()) -> None:
+async def upgrade_async(dsn: Address, *, revision: str = HEAD, wait: float = WAIT, also: Sequence[SetUp] = ()) -> None:
     """``upgrade`` in a thread. Cancelling ends the wait for the lock; an upgrade that has begun is finished first."""
     patience = Patience(wait)
-    work = asyncio.to_thread(_upgrade, parse_dsn(dsn), dsn, revision, also, patience)
+    work = asyncio.to_thread(_upgrade, parse_dsn(dsn), os.fspath(dsn), revision, also, patience)
     task = asyncio.create_task(work, name="deerflow-runs-upgrade")
     try:
         await asyncio.shield(task)
@@ -83,7 +87,7 @@ def upgrade_connection(connection: Connection, *, revision: str = HEAD) -> None:
         _run_alembic(target, connection=connection)
 
 
-def current(dsn: str) -> str | None:
+def current(dsn: Address) -> str | None:
     """The revision at which the database stands; None when it has none of our tables. Changes and creates nothing."""
     return _found(parse_dsn(dsn)).revision
 
@@ -93,7 +97,7 @@ def head() -> str:
     return _revisions()[-1]
 
 
-def check(dsn: str) -> None:
+def check(dsn: Address) -> None:
     """Raise ``SchemaMismatch``, with the command to run, unless this version can use the database. Changes nothing."""
     database = parse_dsn(dsn)
     _judge(_found(database), database)
