@@ -264,6 +264,24 @@ async def test_a_network_that_swallows_everything_is_no_answer_and_the_store_rec
     assert other_tasks() == set()
 
 
+async def test_a_swallowing_network_is_no_answer_on_the_host_s_engine_either(postgres_dsn: str) -> None:
+    async with RoundTripProxy() as proxy:
+        address = proxy.dsn(postgres_dsn).replace("postgresql://", "postgresql+asyncpg://")
+        engine = create_async_engine(address)
+        limits = Limits(command=0.1)
+        async with opened(postgres_dsn, engine=engine, limits=limits, policy=HASTE, connections=2) as units:
+            with no_complaints():
+                await asyncio.gather(units.transaction(put("a", "b")), units.transaction(put("c", "d")))
+                proxy.hold()
+                for verb in (units.once, units.transaction, units.once):
+                    with pytest.raises(StoreUnavailable):
+                        await verb(count_up("a"))
+                proxy.release()
+                assert set(await units.read(look)) == {"a", "b", "c", "d"}
+        await engine.dispose()
+    assert other_tasks() == set()
+
+
 # --- Lost connections -----------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 
 import anyio
 import pytest
@@ -13,6 +14,7 @@ from deerflow_runs.errors import SchemaMismatch, UsageError
 from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.retry import ErrorKind, classify
 from deerflow_runs.store.units import Units, open_units
+from tests.migrations.databases import do
 from tests.rules import rule
 from tests.support.units import count_up, fails, look, no_complaints, other_tasks, present, put
 
@@ -208,3 +210,23 @@ async def test_tables_that_are_missing_are_named_when_opening(tmp_path_factory: 
     with pytest.raises(SchemaMismatch, match=r"deerflow_runs\.store\.migrate"):
         await open_units(parse_dsn(str(path))).open()
     assert not path.exists()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def outdated(request: pytest.FixtureRequest) -> str:
+    """A database whose tables are of a newer version that this one cannot read."""
+    dsn = str(request.getfixturevalue(f"{request.param}_dsn"))
+    do(dsn, "UPDATE dr_meta SET number = 1000 WHERE name = 'min_reader'")
+    return dsn
+
+
+async def test_what_could_not_be_opened_needs_no_closing(outdated: str) -> None:
+    before = threading.active_count()
+    with no_complaints():
+        units = open_units(parse_dsn(outdated))
+        with pytest.raises(SchemaMismatch):
+            await units.open()
+        with pytest.raises(UsageError, match="not open"):
+            await units.read(look)
+        del units
+    assert threading.active_count() == before

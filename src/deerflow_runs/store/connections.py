@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
@@ -23,13 +23,15 @@ from deerflow_runs.store.database import Postgres
 from deerflow_runs.store.dialect import POSTGRES, Dialect
 from deerflow_runs.store.migrate import check_connection
 from deerflow_runs.store.retry import RetryPolicy, retrying
-from deerflow_runs.store.shield import fate_of
+from deerflow_runs.store.shield import see_through
 from deerflow_runs.store.units import Unit
 
 T = TypeVar("T")
 
 CONNECTIONS: Final = 5
 APPLICATION: Final = "deerflow_runs"
+STATEMENTS: Final = 500
+"""How many prepared statements a connection keeps: more than the store has."""
 
 
 @final
@@ -37,7 +39,8 @@ APPLICATION: Final = "deerflow_runs"
 class Limits:
     """Seconds after which something is given up. The first three are kept by the server, the others by us.
 
-    ``command`` is for a network that swallows everything, so it is longer than ``statement``.
+    ``command`` is for a network that swallows everything, so it is longer than ``statement``; on an engine of the
+    host's it is for the whole unit.
     """
 
     statement: float = 10.0
@@ -78,6 +81,7 @@ class PostgresUnits:
         self._ours = _engine(database, limits) if engine is None else None
         self._engine = _arranged(self._ours or _fitting(engine), database)
         self._begin = _begin(limits if engine is not None or database.pooler else None)
+        self._patience = None if engine is None else limits.command
         self._connections = connections
         self._desk: _Desk | None = None
 
@@ -100,16 +104,24 @@ class PostgresUnits:
 
     async def open(self) -> None:
         """See ``Units.open``. The other connections are made when they are first wanted."""
-        if self._desk is None:
-            self._desk = _Desk([_Held(self._engine) for _ in range(self._connections)])
-        await self.read(lambda connection: check_connection(connection, self._database))
+        first = self._desk is None
+        if first:
+            self._desk = _Desk([_Held(self._engine, self._patience) for _ in range(self._connections)])
+        try:
+            await self.read(lambda connection: check_connection(connection, self._database))
+        except BaseException:
+            if first:
+                await self.close()  # nobody closes what could not be opened
+            raise
 
     async def close(self) -> None:
         """See ``Units.close``."""
-        desk, self._desk = self._desk, None
+        desk = self._desk
         if desk is None or desk.left_behind():
             return
-        await fate_of(asyncio.create_task(self._close(desk), name="deerflow-runs-close"))
+        desk.require_here()
+        self._desk = None
+        await see_through(lambda: self._close(desk), name="deerflow-runs-close")
 
     async def _close(self, desk: _Desk) -> None:
         await desk.close()
@@ -120,9 +132,12 @@ class PostgresUnits:
         """Wait for a connection, during which a caller may leave at once; then see the unit through."""
         if self._desk is None:
             raise UsageError("the store is not open; await open() first, or use it in an async with block")
-        async with self._desk.connection() as held:
-            work = retrying(self._policy, lambda: attempt(held))
-            return await fate_of(asyncio.create_task(work, name="deerflow-runs-unit"))
+        desk = self._desk
+        held = await desk.take()
+        try:
+            return await see_through(lambda: retrying(self._policy, lambda: attempt(held)), name="deerflow-runs-unit")
+        finally:
+            desk.give_back(held)
 
 
 # --- Handing out ----------------------------------------------------------------------------------------------------
@@ -139,23 +154,27 @@ class _Desk:
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
 
-    @contextlib.asynccontextmanager
-    async def connection(self) -> AsyncIterator[_Held]:
-        """Take the connection that was used last, so that few are open where few are enough."""
-        if self.left_behind():
-            raise UsageError("this store was opened before a fork; open another one in the child")
-        if self._loop is not asyncio.get_running_loop():
-            raise UsageError("this store was opened in another event loop; on PostgreSQL each loop needs its own")
-        async with self._places:
-            held = self._free.pop()
-            try:
-                yield held
-            finally:
-                self._free.append(held)
+    async def take(self) -> _Held:
+        """Wait for a connection; it is the one used last, so that few are open where few are enough."""
+        self.require_here()
+        await self._places.acquire()
+        return self._free.pop()
+
+    def give_back(self, held: _Held) -> None:
+        """Let the next one have it."""
+        self._free.append(held)
+        self._places.release()
 
     def left_behind(self) -> bool:
         """Whether this is a forked child, whose sockets belong to the parent."""
         return self._pid != os.getpid()
+
+    def require_here(self) -> None:
+        """Refuse a use that would wait for ever, or speak on somebody else's sockets."""
+        if self.left_behind():
+            raise UsageError("this store was opened before a fork; open another one in the child")
+        if self._loop is not asyncio.get_running_loop():
+            raise UsageError("this store was opened in another event loop; on PostgreSQL each loop needs its own")
 
     async def close(self) -> None:
         """Close every connection, after those who already wait have been served."""
@@ -167,24 +186,29 @@ class _Desk:
 
 @final
 class _Held:
-    """One connection that stays open: made when it is first wanted, made anew when nobody knows its state."""
+    """One connection that stays open: made when it is first wanted, made anew when nobody knows its state.
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    ``patience`` is for a host's engine, whose driver may wait for a reply for ever; ours was told not to.
+    """
+
+    def __init__(self, engine: AsyncEngine, patience: float | None) -> None:
         self._engine = engine
+        self._patience = patience
         self._connection: AsyncConnection | None = None
 
     async def once(self, unit: Unit[T]) -> T:
-        async with self._connected() as connection:
-            return await connection.run_sync(unit)
+        return await self._with_connection(lambda connection: connection.run_sync(unit))
 
     async def transaction(self, unit: Unit[T], begin: str) -> T:
-        async with self._connected() as connection:
+        async def whole(connection: AsyncConnection) -> T:
             driver = await _driver_of(connection)
-            await driver.execute(begin)  # not begin() of SQLAlchemy, which sends nothing in autocommit
+            await driver.execute(begin)  # not SQLAlchemy's begin(), which sends nothing in autocommit
             answer = await connection.run_sync(unit)
             if await driver.execute("COMMIT") != "COMMIT":
                 raise UsageError("a unit of work caught an error of the database, after which nothing can be committed")
             return answer
+
+        return await self._with_connection(whole)
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -192,12 +216,17 @@ class _Held:
             with contextlib.suppress(OSError, DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError):
                 await connection.close()
 
-    @contextlib.asynccontextmanager
-    async def _connected(self) -> AsyncIterator[AsyncConnection]:
+    async def _with_connection(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
+        if self._patience is None:
+            return await self._attempt(work)
+        async with asyncio.timeout(self._patience):
+            return await self._attempt(work)
+
+    async def _attempt(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
         if self._connection is None:
             self._connection = await self._engine.connect()
         try:
-            yield self._connection
+            return await work(self._connection)
         except BaseException as error:
             if not (_answered(error) and await self._rolled_back(self._connection)):
                 self._discard()
@@ -244,6 +273,7 @@ def _engine(database: Postgres, limits: Limits) -> AsyncEngine:
     arguments["server_settings"] = told | arguments.get("server_settings", {})
     arguments.setdefault("timeout", limits.connect)
     arguments["command_timeout"] = limits.command
+    arguments.setdefault("prepared_statement_cache_size", STATEMENTS)
     return create_async_engine(
         database.sqlalchemy_url(), connect_args=arguments, poolclass=NullPool, pool_reset_on_return=None
     )

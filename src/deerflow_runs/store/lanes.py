@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, final
 
 from deerflow_runs.errors import UsageError
-from deerflow_runs.store.shield import fate_of
+from deerflow_runs.store.shield import Fate, fate_of
 from deerflow_runs.store.units import Unit
 
 T = TypeVar("T")
@@ -33,8 +33,7 @@ class Job(Generic[T]):
     def __init__(self, unit: Unit[T], *, together: bool) -> None:
         self.unit = unit
         self.together = together
-        self.loop = asyncio.get_running_loop()
-        self.answer: asyncio.Future[T] = self.loop.create_future()
+        self.fate = Fate[T](withdraw=self.claim)
         self._untouched = [True]
 
     def claim(self) -> bool:
@@ -61,22 +60,17 @@ class Outcome:
 
     def arrive(self) -> None:
         """Give it to whoever waits; runs in the loop that asked."""
-        answer = self.job.answer
-        if answer.done():  # withdrawn while the group failed
-            return
         if self.error is None:
-            answer.set_result(self.value)
-        elif isinstance(self.error, StopIteration):  # a future cannot hold one
-            answer.set_exception(RuntimeError(f"a unit of work raised {self.error!r}"))
+            self.job.fate.succeed(self.value)
         else:
-            answer.set_exception(self.error)
+            self.job.fate.fail(self.error)
 
 
 def hand_over(outcomes: Iterable[Outcome]) -> None:
     """Wake each loop once, however many of its callers have an answer. A loop that is gone needs none."""
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
-        by_loop[outcome.job.loop].append(outcome)
+        by_loop[outcome.job.fate.get_loop()].append(outcome)
     for loop, arrived in by_loop.items():
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_arrive, arrived)
@@ -111,19 +105,23 @@ class Lane:
         self._open = True
         # Reentrant: stop() may be called by the garbage collector in the middle of ask().
         self._lock = threading.RLock()
-        self._ended: list[Future[None]] = [Future() for _ in workers]
-        for worker, ended in zip(workers, self._ended, strict=True):
-            threading.Thread(target=_run, args=(self._queue, worker, ended), name=name, daemon=True).start()
+        self._ends: list[Future[None]] = [Future() for _ in workers]
+        work = zip(workers, self._ends, strict=True)
+        self._threads = [
+            threading.Thread(target=_run, args=(self._queue, *pair), name=name, daemon=True) for pair in work
+        ]
+        for thread in self._threads:
+            thread.start()
 
     async def ask(self, unit: Unit[T], *, together: bool = False) -> T:
-        """Have a unit carried out. A caller cancelled before it began withdraws it; afterwards, see ``fate_of``."""
+        """Have a unit carried out. A caller cancelled before it began withdraws it; afterwards, see ``Fate``."""
         self.require_same_process()
         job = Job(unit, together=together)
         with self._lock:
             if not self._open:
                 raise UsageError("the store is closed")
             self._queue.put(job)
-        return await fate_of(job.answer, withdraw=job.claim)
+        return await job.fate
 
     def require_same_process(self) -> None:
         """The threads and the locks on the file stayed with the parent; refuse rather than wait for ever."""
@@ -139,15 +137,16 @@ class Lane:
         with self._lock:
             if self._open:
                 self._open = False
-                for _ in self._ended:
+                for _ in self._threads:
                     self._queue.put(None)
 
     async def close(self) -> None:
         """``stop()`` and wait for the threads. Safe to cancel, and to do from several loops."""
         self.stop()
         if self._pid == os.getpid():
-            for ended in self._ended:
-                await fate_of(asyncio.wrap_future(ended))
+            for end, thread in zip(self._ends, self._threads, strict=True):
+                await fate_of(asyncio.wrap_future(end))
+                thread.join()  # it has nothing left to do
 
 
 def _run(queue: SimpleQueue[Job[Any] | None], worker: Worker, ended: Future[None]) -> None:
@@ -155,8 +154,10 @@ def _run(queue: SimpleQueue[Job[Any] | None], worker: Worker, ended: Future[None
     while jobs := _take(queue, worker.most):
         worker.serve(jobs)
         del jobs  # while it waits, it keeps no caller's values alive
-    worker.close()
-    ended.set_result(None)
+    try:
+        worker.close()
+    finally:
+        ended.set_result(None)
 
 
 def _take(queue: SimpleQueue[Job[Any] | None], most: int) -> list[Job[Any]]:

@@ -101,15 +101,25 @@ def sqlite_engine(database: Sqlite, *, clock: Clock, query_only: bool = False) -
     engine.dialect.supports_native_boolean = True
 
     @event.listens_for(engine, "connect")
-    def _prepare(connection: Driver, _record: object) -> None:
-        connection.create_function("dr_now", 0, clock)
-        connection.create_function("dr_contains", 2, contains, deterministic=True)
-        _keep_a_log(connection, database)
-        connection.execute("PRAGMA synchronous = FULL")
-        if query_only:
-            connection.execute("PRAGMA query_only = ON")
+    def prepare(connection: Driver, _record: object) -> None:
+        try:
+            _prepare(connection, database, clock)
+            if query_only:
+                connection.execute("PRAGMA query_only = ON")
+        except BaseException:
+            connection.close()  # nobody else would
+            raise
 
     return engine
+
+
+def _prepare(connection: Driver, database: Sqlite, clock: Clock) -> None:
+    connection.create_function("dr_now", 0, clock)
+    connection.create_function("dr_contains", 2, contains, deterministic=True)
+    (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal" and database.path is not None:
+        raise InvalidDsn(f"{database}: no write-ahead log can be kept there ({mode}); use a disk of this machine")
+    connection.execute("PRAGMA synchronous = FULL")
 
 
 def driver_of(connection: Connection) -> Driver:
@@ -123,12 +133,6 @@ def is_locked(error: BaseException) -> bool:
     """Whether somebody else is in the way for a moment. The extended codes keep the kind in the low byte."""
     code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None)
     return code is not None and code & 0xFF in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
-
-
-def _keep_a_log(connection: sqlite3.Connection, database: Sqlite) -> None:
-    (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
-    if mode != "wal" and database.path is not None:
-        raise InvalidDsn(f"{database}: no write-ahead log can be kept there ({mode}); use a disk of this machine")
 
 
 # --- Containment ----------------------------------------------------------------------------------------------------

@@ -113,8 +113,14 @@ class SqliteUnits:
         if path is not None and not path.exists():
             check(self._database.display())  # refuses; connecting would leave an empty file behind
         with self._opening:
+            first = self._lanes is None
             self._lanes = self._lanes or self._start()
-        await self.read(lambda connection: check_connection(connection, self._database))
+        try:
+            await self.read(lambda connection: check_connection(connection, self._database))
+        except BaseException:
+            if first:
+                await self.close()  # nobody closes what could not be opened
+            raise
         if path is not None and wal_reset_risk() and opened_elsewhere(path):
             _warn_of_reset_risk(path)
 
