@@ -96,7 +96,7 @@ def checks() -> Iterator[tuple[str, Sequence[str | Path]]]:
     yield "ruff format", [BIN / "ruff", "format", "--check", "."]
     yield "import contracts", [BIN / "lint-imports", "--no-logo"]
     yield "dependencies", [BIN / "deptry", "--no-ansi", "src"]
-    if (ROOT / "src" / "deerflow_runs" / "docs.py").exists():
+    if (ROOT / "src" / "deerflow_runs" / "docs").exists():
         yield "generated pages", [PYTHON, "-m", "deerflow_runs.docs", "--check"]
     yield "mypy", [BIN / "mypy", "--strict", "src", "tests", "dev.py"]
 

@@ -251,7 +251,7 @@ def test_presets_say_only_what_differs() -> None:
 
 
 def test_the_page_explains_every_setting_and_relation() -> None:
-    page = docs.configuration()
+    page = docs.configuration.page()
     for name in RunsConfig.model_fields:
         row = re.search(rf"^\| `{name}` \| (.+) \| (.*) \| (.+) \| (.{{20,}}) \| (.*) \|$", page, re.MULTILINE)
         assert row is not None, name

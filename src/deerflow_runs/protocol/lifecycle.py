@@ -234,7 +234,7 @@ class Repeat(StrEnum):
 
     RUNNING_AT_MY_EPOCH = "already running at my epoch"
     ENDED_BY_ME = "terminal at my epoch, settled by me"
-    MOVED_TO_ME = "mine at the next epoch"
+    MOVED_TO_ME = "mine at the next epoch, and not by a seizure"
     HOME_IS_ME = "home is me already"
 
 
