@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import secrets
+from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
 import pytest
+from sqlalchemy import Connection, text
 
+from deerflow_runs.store import schema
 from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.store.units import Units, open_units
 from deerflow_runs.testing.contract import ModelSubject, SqlSubject, Subject
+from deerflow_runs.testing.postgres import PostgresServer
 
 
 @pytest.fixture
@@ -28,14 +32,29 @@ async def store(units: Units) -> SqlRunStore:
     return SqlRunStore(units)
 
 
+@pytest.fixture(scope="session")
+def emptied_postgres_dsn(postgres_cluster: PostgresServer, postgres_template: str) -> Iterator[str]:
+    """One database for many short tests, each of which finds it empty: a clone for each would cost more than they."""
+    name = f"{postgres_template.removesuffix('_template')}_{secrets.token_hex(6)}"
+    yield postgres_cluster.create_database(name, template=postgres_template)
+    postgres_cluster.drop_database(name)
+
+
 @pytest.fixture(params=["model", "sqlite", "postgres"])
 async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
     """Every store, as the contract sees it."""
     if request.param == "model":
         yield ModelSubject()
         return
-    dsn = cast("str", request.getfixturevalue(f"{request.param}_dsn"))
-    opened = open_units(parse_dsn(dsn))
+    shared = {"sqlite": "sqlite_dsn", "postgres": "emptied_postgres_dsn"}
+    opened = open_units(parse_dsn(cast("str", request.getfixturevalue(shared[request.param]))))
     await opened.open()
+    if request.param == "postgres":
+        await opened.transaction(_empty)
     yield SqlSubject(SqlRunStore(opened), opened)
     await opened.close()
+
+
+def _empty(connection: Connection) -> None:
+    names = sorted(name for name in schema.metadata.tables if name != schema.meta.name)
+    connection.execute(text(f"TRUNCATE {', '.join(names)}"))
