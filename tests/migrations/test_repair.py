@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from deerflow_runs.store.endings import RECEIPT
 from deerflow_runs.store.migrate import current, head, upgrade
 from tests.migrations.databases import add_run, add_session, ask, do, indexes, run, statuses
 from tests.rules import rule
@@ -126,8 +125,8 @@ def test_the_others_leave_a_receipt_like_every_run_that_ended(ended: str) -> Non
         ended, "SELECT payload, attempts, delivered_at IS NOT NULL FROM dr_outbox WHERE kind = 'receipt'"
     )
     receipt = json.loads(payload)
-    assert tuple(receipt) == RECEIPT
-    assert receipt == {name: run(ended, "other")[name] for name in RECEIPT}
+    assert receipt.keys() >= {"status", "stop_reason", "settled_by", "input_tokens", "last_checkpoint", "settled_at"}
+    assert receipt == {name: run(ended, "other")[name] for name in receipt}
     assert (attempts, bool(delivered)) == (0, True)
 
 

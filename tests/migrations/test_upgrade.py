@@ -21,7 +21,7 @@ from deerflow_runs.store.database import DatabaseKind
 from deerflow_runs.store.migrate import check, current, head, offline_sql, upgrade, upgrade_async, upgrade_connection
 from deerflow_runs.store.migrate_connect import begin_nothing_unasked
 from deerflow_runs.store.schema import metadata
-from tests.migrations.databases import add_run, ask, do, indexes, is_sqlite, run
+from tests.migrations.databases import add_run, ask, do, indexes, is_sqlite
 from tests.rules import rule
 
 # --- From every state -----------------------------------------------------------------------------------------------
@@ -37,10 +37,11 @@ def test_a_database_one_revision_behind_keeps_its_rows(empty: str) -> None:
     upgrade(empty, revision="0001")
     assert current(empty) == "0001"
     add_run(empty, "r", metadata={"kept": True})
-    before = run(empty, "r")
+    row = "SELECT run_id, thread_id, status, epoch, metadata, updated_at FROM dr_runs"
+    before = ask(empty, row)
     upgrade(empty)
     assert current(empty) == head()
-    assert run(empty, "r") == before
+    assert ask(empty, row) == before
 
 
 @rule("B253")
