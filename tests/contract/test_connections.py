@@ -264,6 +264,14 @@ async def test_a_network_that_swallows_everything_is_no_answer_and_the_store_rec
     assert other_tasks() == set()
 
 
+async def test_closing_does_not_wait_for_a_network_that_swallows_everything(postgres_dsn: str) -> None:
+    async with RoundTripProxy() as proxy:
+        async with opened(proxy.dsn(postgres_dsn), connections=2) as units:
+            await asyncio.gather(units.read(look), units.read(look))
+            proxy.hold()
+        proxy.release()
+
+
 async def test_a_swallowing_network_is_no_answer_on_the_host_s_engine_either(postgres_dsn: str) -> None:
     async with RoundTripProxy() as proxy:
         address = proxy.dsn(postgres_dsn).replace("postgresql://", "postgresql+asyncpg://")

@@ -141,6 +141,20 @@ async def test_a_caller_who_is_cancelled_at_every_turn_of_the_loop_is_told_once_
     assert other_tasks() == set()
 
 
+async def test_an_error_that_arrives_after_the_cancellation_is_nobody_s_concern(units: Units) -> None:
+    """The caller is told of its cancellation, and the loop does not complain."""
+    with no_complaints():
+        for turns in range(8):
+            asking = asyncio.create_task(units.transaction(fails(ValueError("no"), "a")))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            asking.cancel()
+            (ended,) = await asyncio.gather(asking, return_exceptions=True)
+            assert isinstance(ended, asyncio.CancelledError | ValueError)
+            del asking, ended
+    assert await units.read(look) == {}
+
+
 @rule("B021")
 async def test_a_deadline_of_the_caller_is_still_a_timeout(units: Units) -> None:
     with pytest.raises(TimeoutError):

@@ -1,8 +1,9 @@
-"""What other processes do with a SQLite file in these tests. Each talks through a pipe."""
+"""What other processes do with a database in these tests. Each talks through a pipe."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from multiprocessing.connection import Connection as Pipe
 
@@ -77,14 +78,24 @@ def fork(pipe: Pipe, dsn: str) -> None:
     with asyncio.Runner() as runner:
         runner.run(units.open())
         runner.run(units.once(put("parent")))
+        before = runner.run(units.once(_server_process))
         child = os.fork()
         if not child:
             asyncio.run(_in_the_child(pipe, units, dsn))
+            del units
+            gc.collect()
             os._exit(0)
         os.waitpid(child, 0)
         runner.run(units.once(put("parent again")))
         pipe.send(sorted(runner.run(units.read(look))))
+        pipe.send(runner.run(units.once(_server_process)) == before)
         runner.run(units.close())
+
+
+def _server_process(connection: Connection) -> int:
+    """Who serves this connection, where somebody does."""
+    is_postgres = connection.dialect.name == "postgresql"
+    return int(connection.exec_driver_sql("SELECT pg_backend_pid()").scalar_one()) if is_postgres else 0
 
 
 async def _in_the_child(pipe: Pipe, inherited: Units, dsn: str) -> None:

@@ -79,10 +79,12 @@ async def test_a_process_killed_inside_its_transaction_leaves_nothing_and_blocks
 
 
 def test_a_forked_child_is_refused_its_parent_s_store_and_may_open_its_own(dsn: str) -> None:
+    """Nor does it end the parent's connections when it clears up."""
     with process(fork, dsn) as (_, pipe):
         refusals = [pipe.recv() for _ in range(3)]
         assert all("before a fork" in refusal for refusal in refusals)
         assert pipe.recv() == ["child", "parent", "parent again"]
+        assert pipe.recv()  # the parent is still served by the same process
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who has locked a file")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
@@ -107,6 +108,7 @@ class PostgresUnits:
         first = self._desk is None
         if first:
             self._desk = _Desk([_Held(self._engine, self._patience) for _ in range(self._connections)])
+            weakref.finalize(self, _keep_if_left_behind, self._desk).atexit = False
         try:
             await self.read(lambda connection: check_connection(connection, self._database))
         except BaseException:
@@ -184,6 +186,15 @@ class _Desk:
             await held.close()
 
 
+_LEFT_BEHIND: Final[list[_Desk]] = []
+
+
+def _keep_if_left_behind(desk: _Desk) -> None:
+    """In a forked child nothing may be cleaned up: the driver would say farewell on the parent's sockets."""
+    if desk.left_behind():
+        _LEFT_BEHIND.append(desk)
+
+
 @final
 class _Held:
     """One connection that stays open: made when it is first wanted, made anew when nobody knows its state.
@@ -211,10 +222,13 @@ class _Held:
         return await self._with_connection(whole)
 
     async def close(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
+        """Ours is cut off, a host's goes back to its pool: neither waits for the network."""
+        if self._patience is None:
+            self._discard()
+        elif self._connection is not None:
             with contextlib.suppress(OSError, DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError):
-                await connection.close()
+                await self._connection.close()
+            self._connection = None
 
     async def _with_connection(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
         if self._patience is None:
