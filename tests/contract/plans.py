@@ -84,7 +84,8 @@ ENDED: Final = 20_000
 
 
 def add_history(connection: Connection, run_id: str) -> None:
-    """Copies of an ended run: ``ENDED`` on its own thread and as many on others, then statistics."""
+    """Copies of an ended run: ``ENDED`` on its own thread and as many on others, with receipts and thread rows; then
+    statistics."""
     copied = [column.name for column in runs.c if column.name not in {"run_id", "thread_id", "active", "created_at"}]
     names = ", ".join(copied)
     for thread in ("r.thread_id", "'past-' || n"):
@@ -100,5 +101,12 @@ def add_history(connection: Connection, run_id: str) -> None:
             f" SELECT 'thread/' || n, 'receipt', '{{}}', 0, n, n FROM generate_series(1, {ENDED}) AS n"
         )
     )
-    for table in ("dr_runs", "dr_outbox"):
+    connection.execute(
+        text(
+            "INSERT INTO dr_threads (thread_id, user_id, metadata, config, outcome, interrupts, temporary, created_at,"
+            " updated_at) SELECT 'past-' || n, 'ann', '{}', '{}', 'idle', '{}', false, n, n"
+            f" FROM generate_series(1, {ENDED}) AS n"
+        )
+    )
+    for table in ("dr_runs", "dr_outbox", "dr_threads"):
         connection.exec_driver_sql(f"ANALYZE {table}")

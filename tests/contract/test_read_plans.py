@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -76,8 +77,9 @@ ABOUT_OPEN_RUNS: Final[dict[str, Question]] = {
 async def test_no_question_about_open_runs_looks_at_ended_ones(dsn_with_history: str) -> None:
     for name, question in ABOUT_OPEN_RUNS.items():
         (plan,) = await plans(dsn_with_history, question)
-        assert (name, "dr_runs" in plan.sequential()) == (name, False)
+        assert (name, {"dr_runs", "dr_threads"} & set(plan.sequential())) == (name, set())
         assert plan.rows_read("dr_runs") <= FEW, name
+        assert plan.rows_read("dr_threads") <= FEW, name
 
 
 @rule("F57")
@@ -93,6 +95,14 @@ async def test_a_page_looks_at_no_more_runs_of_a_thread_than_it_answers(dsn_with
         assert plan.indexes() == {"ix_dr_runs_thread"}
         assert plan.rows_read("dr_runs") <= 51 + FEW
     assert position[0] is not None
+
+
+async def test_a_page_of_a_users_threads_looks_at_no_more_threads_than_it_answers(dsn_with_history: str) -> None:
+    for query in (ThreadQuery(), ThreadQuery(status=ThreadStatus.IDLE), ThreadQuery(ids=["past-1", "past-2"])):
+        searching = partial(thread_search.search, dialect=POSTGRES, query=query, scope=OneUser("ann"))
+        (plan,) = await plans(dsn_with_history, searching)
+        assert plan.sequential() == []
+        assert plan.rows_read("dr_threads") <= 11 + FEW
 
 
 async def test_a_run_is_found_by_its_id(dsn_with_history: str) -> None:
