@@ -267,7 +267,6 @@ EFFECTS: Final = [
         "B083",
         "    if given.usage != NO_USAGE:\n",
         "    if True:\n",
-        PROPERTIES,
     ),
 ]
 
@@ -279,11 +278,17 @@ READINGS: Final = [
         "            return run.cancel_action is CancelAction.ROLLBACK\n",
     ),
     change(
-        "a settle from pending needs no restore, nor one from running",
+        "an owed run is settled from pending without a restore",
         "I16",
-        "return not run.rollback_owed or run.status is RunStatus.PENDING",
-        "return True",
+        "not run.rollback_owed or (given.restored and run.status is RunStatus.PENDING)",
+        "not run.rollback_owed or run.status is RunStatus.PENDING",
         ORDERS,
+    ),
+    change(
+        "an owed run is settled where it runs",
+        "I16",
+        "not run.rollback_owed or (given.restored and run.status is RunStatus.PENDING)",
+        "not run.rollback_owed or given.restored",
     ),
     change(
         "a session that drains is as good as dead",

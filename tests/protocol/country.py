@@ -227,7 +227,7 @@ def lets_go(country: Country, name: str, run: RunId, event: RunEvent) -> None:
 def obeys(country: Country, name: str, run: RunId) -> None:
     """The task was told to stop and stopped: settle as cancelled, unless a restore comes first."""
     row = country.row(run)
-    if row is not None and row.cancel_action is not None and not row.rollback_owed:
+    if row is not None and row.cancel_action is not None:
         lets_go(country, name, run, E.SETTLE_CANCELLED)
 
 
@@ -318,7 +318,7 @@ def ends_restored(country: Country, name: str, run: RunId) -> None:
     """Settle after the restore; whoever did not restore may not."""
     mine = country.restores.get((name, run))
     if mine is not None and mine.done:
-        country.world.apply(run, E.SETTLE_CANCELLED, country.actor(name, mine.epoch))
+        country.world.apply(run, E.SETTLE_CANCELLED, country.actor(name, mine.epoch), Given(restored=True))
         del country.restores[name, run]
 
 

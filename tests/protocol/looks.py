@@ -109,6 +109,7 @@ def _given(choose: Chooser) -> Given:
     return Given(
         action=choose(tuple(CancelAction)),
         cancel_grace=GRACE,
+        restored=choose((True, False)),
         stop_reason=choose((None, "shutdown")),
         usage=choose((Usage(), Usage(total_tokens=3))),
         backoff=choose((Micros(0), BACKOFF)),

@@ -141,7 +141,7 @@ HAPPENS: Final[Mapping[RunEvent, Situation]] = {
     E.SETTLE_CANCELLED: Situation(
         row(PENDING, **_OWED),
         HOLDER,
-        given=Given(error="rolled back"),
+        given=Given(restored=True, error="rolled back"),
         becomes=ended(INTERRUPTED, "rollback", error="rolled back"),
     ),
     E.SETTLE_ROLLBACK_FAILED: Situation(

@@ -6,6 +6,7 @@ First the plans, one look at a thread at a time; then what has happened on a wor
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -339,17 +340,16 @@ def test_a_stateless_key_is_the_users_whatever_the_thread_but_a_run_id_is_not() 
     assert plan_admission(asking(stateless=True, **KEYED), view(known=mine), GIVEN) == Clash(mine, by_key=False)
 
 
-_text = st.text("a1:", max_size=3)
-
-
 @rule("O5")
-@given(st.lists(st.tuples(st.none() | _text, _text.filter(bool), st.booleans()), max_size=5))
-def test_two_scopes_read_alike_only_if_user_and_thread_are_the_same(places: list[tuple[str | None, str, bool]]) -> None:
-    def scope(user: str | None, thread: str, stateless: bool) -> str:
-        return asking(user_id=user, thread_id=ThreadId(thread), stateless=stateless).idempotency_scope
-
-    meant = {(user or "", "" if stateless else thread) for user, thread, stateless in places}
-    assert len({scope(*place) for place in places}) == len(meant)
+def test_two_scopes_read_alike_only_if_user_and_thread_are_the_same() -> None:
+    texts = ["".join(letters) for length in range(4) for letters in product("a1:", repeat=length)]
+    places = [(user, thread, stateless) for user in texts for thread in texts[1:] for stateless in (True, False)]
+    meant = {(user, "" if stateless else thread) for user, thread, stateless in places}
+    scopes = {
+        asking(user_id=user or None, thread_id=ThreadId(thread), stateless=stateless).idempotency_scope
+        for user, thread, stateless in places
+    }
+    assert len(scopes) == len(meant)
 
 
 # --- Carried out ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deerflow_runs.model import ACTIVE, TERMINAL, Micros, OperationKind, Run, RunStatus, SessionState
+from deerflow_runs.model import ACTIVE, TERMINAL, Micros, OperationKind, Run, RunStatus, SessionState, Usage
 from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Applied, Facts, Refusal, Refused, RunEvent, decide
 from tests.protocol.situations import (
     DRAINING,
@@ -184,6 +184,7 @@ NOS: list[No] = [
     *only_its_holder(E.SETTLE_CANCELLED),
     *(nothing_owed(event) for event in (E.SETTLE_SUCCESS, E.SETTLE_ERROR, E.SETTLE_TIMEOUT)),
     no(E.SETTLE_CANCELLED, "rollback owed, running", Refusal.ROLLBACK_OWED, status=RUNNING),
+    no(E.SETTLE_CANCELLED, "rollback owed, not restored", Refusal.ROLLBACK_OWED, given={"restored": False}),
     not_a_run(E.SETTLE_ROLLBACK_FAILED),
     *only_its_holder(E.SETTLE_ROLLBACK_FAILED),
     no(E.SETTLE_ROLLBACK_FAILED, "interrupt recorded", Refusal.NOTHING_OWED, cancel_action=INTERRUPT),
@@ -379,13 +380,22 @@ def test_turn_and_base_are_those_of_the_first_start() -> None:
 
 @rule("O30", "I20")
 def test_progress_without_a_checkpoint_forgives_nothing_and_forgets_nothing() -> None:
-    wrote = HAPPENS[E.PROGRESS].but(progress_epoch=3, last_checkpoint="c1", model_name="m")
+    wrote = HAPPENS[E.PROGRESS].but(progress_epoch=3, last_checkpoint="c1", model_name="m", usage=Usage(total_tokens=5))
     only_time = Situation(wrote.run, wrote.by, wrote.facts)
     assert changes(E.PROGRESS, only_time) == {"progress_at": NOW}
 
 
+@rule("B081")
+@pytest.mark.parametrize("event", [E.SETTLE_SUCCESS, E.FORCE, E.TAKE_OVER_FAIL])
+def test_an_ending_that_brings_no_usage_and_no_checkpoint_keeps_what_was_known(event: RunEvent) -> None:
+    known = HAPPENS[event].but(
+        usage=Usage(total_tokens=5), last_checkpoint="c1", given={"usage": Usage(), "checkpoint": None}
+    )
+    assert {"usage", "last_checkpoint"} & set(changes(event, known)) == set()
+
+
 @rule("O35")
-def test_a_pinned_run_that_never_had_a_home_gets_none_by_being_taken_back() -> None:
+def test_a_run_that_never_had_a_home_gets_none_by_being_taken_back() -> None:
     assert "home_worker_id" not in changes(E.TAKE_BACK, HAPPENS[E.TAKE_BACK].but(home_worker_id=None))
 
 
@@ -426,7 +436,10 @@ def test_the_first_cancel_wins_and_a_second_changes_nothing() -> None:
 @rule("O6", "O23")
 def test_without_a_cancel_a_stopped_run_says_why_it_was_stopped() -> None:
     gone = HAPPENS[E.SETTLE_CANCELLED].but(
-        status=RUNNING, cancel_action=None, cancel_requested_at=None, given={"stop_reason": "caller_gone"}
+        status=RUNNING,
+        cancel_action=None,
+        cancel_requested_at=None,
+        given={"restored": False, "stop_reason": "caller_gone"},
     )
     changed = changes(E.SETTLE_CANCELLED, gone)
     assert (changed["status"], changed["stop_reason"]) == (RunStatus.INTERRUPTED, "caller_gone")

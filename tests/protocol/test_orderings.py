@@ -54,7 +54,7 @@ TIME = Move("time passes", c.time_passes)
 SESSIONS = moves("ab", [c.claims, c.is_declared_dead, c.crashes, c.opens, c.takes_over])
 LIFE = [
     *moves("ab", [c.starts, c.writes, c.obeys, c.forgets, c.takes_back, c.gives_back, c.forces], run=R),
-    *leavings("ab", R, E.SETTLE_SUCCESS),
+    *leavings("ab", R, E.SETTLE_SUCCESS, E.SETTLE_CANCELLED),
     *leavings("a", R, E.SETTLE_ERROR, E.SETTLE_TIMEOUT, E.HAND_OVER, E.DEFER, E.GIVE_BACK_RESUME),
 ]
 ROLLBACK = moves("ab", [c.seizes, c.restores, c.ends_restored, c.gives_up_restoring], run=R)

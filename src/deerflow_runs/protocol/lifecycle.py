@@ -75,7 +75,7 @@ class Guard(StrEnum):
     CANCEL_RECORDED = "a cancel is recorded"
     NOTHING_OWED = "no rollback owed"
     ROLLBACK_OWED = "a rollback is owed"
-    OWED_ONLY_FROM_PENDING = "if a rollback is owed, pending"
+    OWED_ONLY_ONCE_RESTORED = "if a rollback is owed, pending and restored by me"
     ATTEMPTS_EXCEEDED = "attempt > max_attempts"
     UNOWNED = "owner null"
     DUE = "due"
@@ -162,7 +162,7 @@ class Refusal(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who asks. ``epoch`` is the epoch the asker believes to hold; ``previous`` the dead session it used to be (O13)."""
+    """Who asks. ``epoch`` is the epoch it believes to hold; ``previous`` the dead session it used to be (O13)."""
 
     worker_id: WorkerId
     epoch: int | None = None
@@ -202,10 +202,15 @@ class Facts:
 @final
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What an event carries. Only the fields that its effects name are read; durations are microseconds."""
+    """What an event carries. Only the fields that its guards and effects name are read; durations are microseconds.
+
+    ``restored``: the holder has carried out the rollback at the epoch it names. Without it a run that is stopped for
+    another reason would end over a rollback that was recorded a moment ago (I16).
+    """
 
     action: CancelAction = CancelAction.INTERRUPT
     cancel_grace: Micros = Micros(10_000_000)
+    restored: bool = False
     stop_reason: str | None = None
     error: str | None = field(default=None, repr=False)
     usage: Usage = field(default=NO_USAGE, repr=False)
@@ -302,7 +307,7 @@ TRANSITIONS: Final[Mapping[RunEvent, Rule]] = MappingProxyType(
         RunEvent.SETTLE_CANCELLED: Rule(
             ACTIVE,
             S.INTERRUPTED,
-            (*_HOLDER, G.OWED_ONLY_FROM_PENDING),
+            (*_HOLDER, G.OWED_ONLY_ONCE_RESTORED),
             (E.REASON_CANCEL_OR_GIVEN, *_ENDS),
             Repeat.ENDED_BY_ME,
         ),
@@ -461,7 +466,7 @@ def after(rule: Rule, run: Run, by: Actor, facts: Facts, given: Given) -> Run:
     return replace(run, **changes, updated_at=facts.now)
 
 
-def holds(guard: Guard, run: Run, by: Actor, facts: Facts, given: Given) -> bool:  # noqa: C901, PLR0911, PLR0912 - one line per guard
+def holds(guard: Guard, run: Run, by: Actor, facts: Facts, given: Given) -> bool:  # noqa: PLR0912 - one line per guard
     """The Python reading of one guard."""
     match guard:
         case Guard.IS_RUN:
@@ -480,8 +485,8 @@ def holds(guard: Guard, run: Run, by: Actor, facts: Facts, given: Given) -> bool
             return not run.rollback_owed
         case Guard.ROLLBACK_OWED:
             return run.rollback_owed
-        case Guard.OWED_ONLY_FROM_PENDING:
-            return not run.rollback_owed or run.status is RunStatus.PENDING
+        case Guard.OWED_ONLY_ONCE_RESTORED:
+            return not run.rollback_owed or (given.restored and run.status is RunStatus.PENDING)
         case Guard.ATTEMPTS_EXCEEDED:
             return run.attempt > run.max_attempts
         case Guard.UNOWNED:
@@ -551,7 +556,7 @@ def _grace_over(run: Run, facts: Facts, given: Given) -> bool:
     return max(run.cancel_requested_at, run.granted_at or 0) + given.cancel_grace <= facts.now
 
 
-def change(effect: Effect, run: Run, by: Actor, facts: Facts, given: Given) -> dict[str, Any]:  # noqa: C901, PLR0911, PLR0912 - one line per effect
+def change(effect: Effect, run: Run, by: Actor, facts: Facts, given: Given) -> dict[str, Any]:  # noqa: PLR0912 - one line per effect
     """The Python reading of one effect: the fields it sets, computed from the row as it was."""
     match effect:
         case Effect.TAKE_OWNERSHIP:
@@ -665,7 +670,7 @@ REASONS: Final[Mapping[Guard, Refusal]] = MappingProxyType(
         Guard.CANCEL_RECORDED: Refusal.NO_CANCEL,
         Guard.NOTHING_OWED: Refusal.ROLLBACK_OWED,
         Guard.ROLLBACK_OWED: Refusal.NOTHING_OWED,
-        Guard.OWED_ONLY_FROM_PENDING: Refusal.ROLLBACK_OWED,
+        Guard.OWED_ONLY_ONCE_RESTORED: Refusal.ROLLBACK_OWED,
         Guard.ATTEMPTS_EXCEEDED: Refusal.TOO_EARLY,
         Guard.UNOWNED: Refusal.HELD,
         Guard.DUE: Refusal.TOO_EARLY,

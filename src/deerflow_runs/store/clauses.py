@@ -12,6 +12,7 @@ from typing import Any, Final, assert_never, final
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
+    Integer,
     ScalarSelect,
     Text,
     and_,
@@ -94,8 +95,9 @@ def condition(guard: Guard, dialect: Dialect) -> ColumnElement[bool]:  # noqa: P
             return _nothing_owed()
         case Guard.ROLLBACK_OWED:
             return and_(R.cancel_action == word("rollback"), R.turn.is_not(null()))
-        case Guard.OWED_ONLY_FROM_PENDING:
-            return or_(R.status == word("pending"), _nothing_owed())
+        case Guard.OWED_ONLY_ONCE_RESTORED:
+            restored = bindparam("p_restored", type_=Integer) == literal_column("1")
+            return or_(_nothing_owed(), and_(R.status == word("pending"), restored))
         case Guard.ATTEMPTS_EXCEEDED:
             return R.attempt > R.max_attempts
         case Guard.UNOWNED:
@@ -341,6 +343,7 @@ def parameters(by: Actor, given: Given) -> dict[str, Any]:
         "p_capabilities": _names(by.capabilities),
         "p_previous": by.previous,
         "p_grace": given.cancel_grace,
+        "p_restored": int(given.restored),
         "p_action": given.action.value,
         "p_reason": given.stop_reason,
         "p_error": given.error,

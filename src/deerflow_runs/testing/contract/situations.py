@@ -248,6 +248,7 @@ def _given(event: RunEvent, chance: random.Random) -> Given:
         base_heads={"": "checkpoint-9", "sub": "checkpoint-8"},
         backoff=Micros(5 * HOUR),
         requirements=frozenset({"gpu"}),
+        restored=chance.random() < 0.5,
         **full,
     )
 
