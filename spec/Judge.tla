@@ -8,7 +8,6 @@ CONSTANTS
   Lease, Grace,
   Gap,          \* longest time between two beats while the database answers
   Step,         \* by which the store's clock may jump; 0: never
-  UseExpiry,    \* O24 (a)
   UseLooks,     \* O24 (b)
   UseHealthy    \* O24 (c)
 VARIABLES up, left,     \* of the worker's lease by the store's clock
@@ -30,7 +29,7 @@ Up == ~up /\ up' = TRUE /\ health' = 0 /\ UNCHANGED <<left, owed, same, look, de
 Jump == Step > 0 /\ left' = AtLeast(left - Step, -Grace) /\ UNCHANGED <<up, owed, same, look, health, dead>>
 Look == up /\ ~same /\ same' = TRUE /\ look' = 0 /\ UNCHANGED <<up, left, owed, health, dead>>
 Declare == /\ up /\ ~dead
-           /\ (UseExpiry => left <= -Grace)
+           /\ left <= -Grace                            \* O24 (a)
            /\ (UseLooks => same /\ look >= Lease)
            /\ (UseHealthy => health >= Lease + Grace)
            /\ dead' = TRUE /\ UNCHANGED <<up, left, owed, same, look, health>>
