@@ -27,6 +27,7 @@ from sqlalchemy import (
 
 from deerflow_runs.model import Micros, OperationKind, Run, RunStatus, Strategy
 from deerflow_runs.protocol.admission import (
+    CLEARINGS,
     Displace,
     Enter,
     Newcomer,
@@ -37,7 +38,17 @@ from deerflow_runs.protocol.admission import (
 )
 from deerflow_runs.protocol.lifecycle import TRANSITIONS, Actor, Facts, Given, RunEvent
 from deerflow_runs.store.base import Admitted
-from deerflow_runs.store.clauses import R, Shape, assignments, at_key, key_parameters, parameters, status_in, word
+from deerflow_runs.store.clauses import (
+    R,
+    Shape,
+    assignments,
+    at_key,
+    guards,
+    key_parameters,
+    parameters,
+    status_in,
+    word,
+)
 from deerflow_runs.store.dialect import Dialect
 from deerflow_runs.store.endings import end_these
 from deerflow_runs.store.events import look_columns, looking_from, to_look
@@ -62,10 +73,12 @@ def enter(connection: Connection, dialect: Dialect, newcomer: Newcomer) -> Run |
     return _insert(connection, dialect, newcomer, _entering(dialect, newcomer.take, only_due))
 
 
-def wait_behind(connection: Connection, dialect: Dialect, newcomer: Newcomer) -> Admitted | None:
+def wait_behind(connection: Connection, dialect: Dialect, newcomer: Newcomer, given: Given) -> Admitted | None:
     """O2: flag the active run and queue behind it. The flag waits for a settle in flight, and if that ended the run
-    nothing is inserted; it also holds the incumbent's row, so that the limit is counted exactly (I19)."""
-    behind = _flag(dialect).run(connection, {"p_thread": newcomer.thread_id}).one_or_none()
+    nothing is inserted; it also holds the incumbent's row, so that the limit is counted exactly (I19). Nobody waits
+    behind what anybody may clear away: None, and the plan says how."""
+    bag = parameters(Actor(newcomer.worker_id), given) | {"p_thread": newcomer.thread_id}
+    behind = _flag(dialect, unless_cleared=True).run(connection, bag).one_or_none()
     if behind is None:
         return None
     run = _insert(connection, dialect, newcomer, _queueing(dialect, newcomer.max_queued is not None))
@@ -246,9 +259,11 @@ def admit_locked(connection: Connection, dialect: Dialect, newcomer: Newcomer, g
 
 
 def _queue_up(connection: Connection, dialect: Dialect, newcomer: Newcomer, behind: Run | None) -> Run:
-    if behind is not None and _flag(dialect).run(connection, {"p_thread": newcomer.thread_id}).one_or_none() is None:
+    bag = {"p_thread": newcomer.thread_id}
+    if behind is not None and _flag(dialect, unless_cleared=False).run(connection, bag).one_or_none() is None:
         raise StartAgain
-    return _insert_or_again(connection, dialect, newcomer, _queueing(dialect, False))
+    # Counted again: who queues behind an incumbent holds its row and not the lock (O2).
+    return _insert_or_again(connection, dialect, newcomer, _queueing(dialect, newcomer.max_queued is not None))
 
 
 def _displace(connection: Connection, dialect: Dialect, newcomer: Newcomer, plan: Displace) -> Admitted:
@@ -277,10 +292,12 @@ def _insert_or_again(connection: Connection, dialect: Dialect, newcomer: Newcome
 
 
 @cache
-def _flag(dialect: Dialect) -> Statement:
+def _flag(dialect: Dialect, *, unless_cleared: bool) -> Statement:
     here = and_(R.thread_id == bindparam("p_thread"), R.active)
+    cleared = or_(*(guards(TRANSITIONS[event], dialect) for event in CLEARINGS))
+    wanted = [here, cleared.is_not(true())] if unless_cleared else [here]
     return Statement.of(
-        update(runs).where(here).values(queue_behind=true(), updated_at=dialect.now).returning(*narrow())
+        update(runs).where(*wanted).values(queue_behind=true(), updated_at=dialect.now).returning(*narrow())
     )
 
 

@@ -159,7 +159,7 @@ class SqlRunStore:
             if (run := await self._units.once(self._unit(arrivals.enter, newcomer))) is not None:
                 return Admitted(run)
             if newcomer.strategy is Strategy.ENQUEUE:
-                waiting = await self._units.transaction(self._unit(arrivals.wait_behind, newcomer))
+                waiting = await self._units.transaction(self._unit(arrivals.wait_behind, newcomer, given))
                 if waiting is not None:
                     return waiting
             view = await self._units.read(self._unit(arrivals.look_at_thread, newcomer))
