@@ -8,7 +8,6 @@ from deerflow_runs.testing.contract import CHECKS, Check, Subject
 from tests.rules import rule
 
 
-@rule("O7", "O8", "O14", "O28")
-@pytest.mark.parametrize("check", CHECKS, ids=str)
+@pytest.mark.parametrize("check", [pytest.param(check, id=str(check), marks=rule(*check.rules)) for check in CHECKS])
 async def test_every_store_keeps_the_contract(check: Check, subject: Subject) -> None:
     await check(subject)

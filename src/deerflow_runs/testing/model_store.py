@@ -23,7 +23,7 @@ from deerflow_runs.model import (
     ThreadId,
     WorkerId,
 )
-from deerflow_runs.protocol.admission import Newcomer
+from deerflow_runs.protocol.admission import Displace, Newcomer
 from deerflow_runs.protocol.judge import Verdict
 from deerflow_runs.protocol.lifecycle import (
     NOTHING_GIVEN,
@@ -115,11 +115,11 @@ class ModelStore:
         """See ``RunStore.admit``."""
         newcomer = incoming.storable_newcomer(newcomer)
         self.world.advance(1)
-        open_before = {run.run_id for run in self.world.queue(newcomer.thread_id)}
         answer = self.world.admit(newcomer, given)
         if not isinstance(answer, worlds.Admitted):
             return answer
-        ended = tuple(self.world.runs[run_id] for run_id in open_before if self.world.runs[run_id].terminal)
+        displaced = answer.plan.ended if isinstance(answer.plan, Displace) else ()
+        ended = tuple(self.world.runs[run.run_id] for run in displaced)
         incumbent = self.world.active(newcomer.thread_id)
         if incumbent is None or incumbent.run_id == newcomer.run_id:
             return Admitted(answer.run, None, ended)

@@ -14,6 +14,7 @@ from typing import Final, assert_never, final
 from deerflow_runs.model import (
     CancelAction,
     Micros,
+    OperationKind,
     Run,
     RunId,
     RunStatus,
@@ -216,10 +217,13 @@ class World:
 
     def _displace(self, newcomer: Newcomer, plan: Displace, by: Actor) -> Run:
         """O3: the cancel, the newcomer's place and the ends of those that waited are one transaction."""
-        given = Given(action=plan.action)
+        given = Given(action=plan.action, error=f"displaced by run {newcomer.run_id}")
         if plan.incumbent is not None:
             self.apply(plan.incumbent.run_id, RunEvent.REQUEST_CANCEL, by, given)
             self._flag(plan.incumbent)
+            cancelled = self.runs[plan.incumbent.run_id]
+            superseded_by = cancelled.superseded_by or newcomer.run_id
+            self.runs[cancelled.run_id] = replace(cancelled, superseded_by=superseded_by)
         for run in plan.ended:
             self.apply(run.run_id, RunEvent.CANCEL_QUEUED, by, given)
         return self._insert(newcomer, RunStatus.PENDING if plan.incumbent is None else RunStatus.QUEUED)
@@ -285,7 +289,14 @@ class World:
         if after.terminal and not before.terminal:
             self.receipts.append(Receipt.of(after))
         if before.active and (gone or after.terminal):
-            self.promote(before.thread_id, by)
+            self._let_in_the_next(before, by)
+
+    def _let_in_the_next(self, ended: Run, by: Actor) -> None:
+        """Promote whose turn it is; what waits on a deleted thread goes with it (O28)."""
+        if ended.kind is OperationKind.DELETE:
+            for run in self.queue(ended.thread_id):
+                self.apply(run.run_id, RunEvent.CANCEL_QUEUED, by, Given(error="the thread was deleted"))
+        self.promote(ended.thread_id, by)
 
     def _delete(self, run: Run) -> None:
         """A receipt is kept as long as its run, and so is its key (O5)."""

@@ -10,41 +10,28 @@ loops over them with a fresh subject each::
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, final
+from typing import Final
 
 from deerflow_runs.model import RunStatus
 from deerflow_runs.protocol.lifecycle import RunEvent
+from deerflow_runs.testing.contract.admission import ADMISSION
+from deerflow_runs.testing.contract.check import Check
 from deerflow_runs.testing.contract.subject import ModelSubject, SqlSubject, Subject
 from deerflow_runs.testing.contract.table import agrees_with_the_table
 
 __all__ = ["CHECKS", "Check", "ModelSubject", "SqlSubject", "Subject"]
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One sentence that a store must make true."""
-
-    sentence: str
-    body: Callable[[Subject], Awaitable[None]]
-
-    async def __call__(self, subject: Subject) -> None:
-        """Run it on a store that holds nothing yet; raises ``AssertionError`` when the sentence is false."""
-        await self.body(subject)
-
-    def __str__(self) -> str:
-        return self.sentence
-
-
-CHECKS: Final = tuple(
+TABLE: Final = tuple(
     Check(
         f"{event.value} on {status.value} happens exactly when the table says",
         partial(_ask, status=status, event=event),
+        ("O7", "O8", "O14", "O28"),
     )
     for _ask in (agrees_with_the_table,)
     for status in RunStatus
     for event in RunEvent
 )
+
+CHECKS: Final[tuple[Check, ...]] = (*TABLE, *ADMISSION)
+"""Everything that a store must make true."""
