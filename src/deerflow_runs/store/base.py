@@ -270,6 +270,9 @@ class OwnershipStore(Protocol):
 class RunStore(OwnershipStore, Protocol):
     """An ownership store that also keeps history: kept in a database that many processes share."""
 
+    async def forget_dead(self, *, kept_for: Micros) -> int:
+        """Remove sessions that died longer ago than ``kept_for`` and that no open run names."""
+
     async def purge(self, *, before: Micros, limit: int) -> int:
         """Remove up to ``limit`` operations that ended before an instant, with all that hangs on them."""
 
@@ -286,6 +289,15 @@ class RunStore(OwnershipStore, Protocol):
 
     async def seizable(self, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         """Runs that owe a rollback and that ``by`` may seize (O4)."""
+
+    async def has_inflight(self, thread_id: ThreadId) -> bool:
+        """Whether a run is active or waits on the thread; a reservation is none."""
+
+    async def next_due(self) -> Micros | None:
+        """Microseconds until the next delayed run is due, by the store's clock; None: no run is delayed."""
+
+    async def note_waiting(self, key: RunKey, waits_for: Mapping[str, object]) -> bool:
+        """Write down why a vacant run is not claimed (O31); False: it is not vacant any more."""
 
     async def counts(self) -> Counts:
         """How many of what, for health and metrics; never scans ended runs."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from deerflow_runs.errors import InvalidValue
-from deerflow_runs.model import Session, Usage
+from deerflow_runs.model import OneUser, RunKey, Scope, Session, Usage
 from deerflow_runs.protocol.admission import Newcomer
 from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Given
 from deerflow_runs.store.values import METADATA_BYTES, cut_text, model_name, repaired, storable, text
@@ -69,6 +69,24 @@ def _deliveries(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _names(names: frozenset[str], path: str) -> frozenset[str]:
     return frozenset(text(name, path, nonempty=True) for name in names)
+
+
+def check_ids(**ids: str | None) -> None:
+    """Refuse an id that no row could have and that only one of the databases would even ask for."""
+    for name, value in ids.items():
+        if value is not None:
+            text(value, name, nonempty=True)
+
+
+def check_key(key: RunKey) -> None:
+    """The same for where a run is."""
+    check_ids(thread_id=key.thread_id, run_id=key.run_id)
+
+
+def check_scope(scope: Scope) -> None:
+    """The same for whom one reads for; a user may have an empty name."""
+    if isinstance(scope, OneUser):
+        text(scope.user_id, "user_id")
 
 
 def check_session(session: Session) -> None:

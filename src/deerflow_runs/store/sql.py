@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, assert_never, final
@@ -56,6 +56,7 @@ from deerflow_runs.store.base import (
 )
 from deerflow_runs.store.clauses import Shape
 from deerflow_runs.store.coalesce import Coalescer
+from deerflow_runs.store.faces import SqlOutbox, SqlThreads
 from deerflow_runs.store.together import TOGETHER
 from deerflow_runs.store.units import Unit, Units
 
@@ -81,6 +82,8 @@ class SqlRunStore:
         self._upgrade = upgrade
         self._dialect = units.dialect
         self._jitter = jitter
+        self.threads: Final = SqlThreads(units)
+        self.outbox: Final = SqlOutbox(units)
         self._coalescer = Coalescer(self._alone, self._together) if units.dialect.writes_in_ctes else None
 
     async def open(self) -> None:
@@ -206,6 +209,7 @@ class SqlRunStore:
 
     async def apply(self, key: RunKey, event: RunEvent, by: Actor, given: Given = NOTHING_GIVEN) -> Decision:
         """See ``RunStore.apply``."""
+        incoming.check_key(key)
         asked = Settlement(key, event, by, incoming.storable_given(given))
         if self._coalescer is not None and event in TOGETHER:
             return await self._coalescer.apply(asked)
@@ -302,10 +306,15 @@ class SqlRunStore:
 
     async def get(self, key: RunKey, *, scope: Scope) -> Run | None:
         """See ``RunStore.get``."""
+        incoming.check_key(key)
+        incoming.check_scope(scope)
         return await self._units.read(self._unit(reads.get, key, scope=scope))
 
     async def get_many(self, thread_id: ThreadId, run_ids: Collection[RunId], *, scope: Scope) -> dict[RunId, Run]:
         """See ``RunStore.get_many``."""
+        for run_id in run_ids:
+            incoming.check_key(RunKey(thread_id, run_id))
+        incoming.check_scope(scope)
         return await self._units.read(self._unit(reads.get_many, thread_id, run_ids, scope=scope))
 
     async def list_runs(
@@ -318,6 +327,8 @@ class SqlRunStore:
         after: str | None = None,
     ) -> Page:
         """See ``RunStore.list_runs``."""
+        incoming.check_ids(thread_id=thread_id)
+        incoming.check_scope(scope)
         unit = self._unit(reads.list_runs, thread_id, scope=scope, only=only, limit=limit, after=after)
         return await self._units.read(unit)
 
@@ -327,11 +338,27 @@ class SqlRunStore:
 
     async def active(self, thread_id: ThreadId) -> Run | None:
         """See ``RunStore.active``."""
+        incoming.check_ids(thread_id=thread_id)
         return await self._units.read(self._unit(reads.active, thread_id))
 
     async def queue(self, thread_id: ThreadId) -> tuple[Run, ...]:
         """See ``RunStore.queue``."""
+        incoming.check_ids(thread_id=thread_id)
         return await self._units.read(self._unit(reads.queue, thread_id))
+
+    async def has_inflight(self, thread_id: ThreadId) -> bool:
+        """See ``RunStore.has_inflight``."""
+        incoming.check_ids(thread_id=thread_id)
+        return await self._units.read(self._unit(reads.in_flight, thread_id))
+
+    async def next_due(self) -> Micros | None:
+        """See ``RunStore.next_due``."""
+        return await self._units.read(self._unit(reads.next_due))
+
+    async def note_waiting(self, key: RunKey, waits_for: Mapping[str, Any]) -> bool:
+        """See ``RunStore.note_waiting``."""
+        incoming.check_key(key)
+        return await self._units.once(self._unit(reads.note_waiting, key, waits_for))
 
     async def seizable(self, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.seizable``."""
@@ -343,11 +370,15 @@ class SqlRunStore:
 
     async def tokens_by_thread(self, thread_id: ThreadId, *, scope: Scope, include_active: bool = False) -> TokenTotals:
         """See ``RunStore.tokens_by_thread``."""
+        incoming.check_ids(thread_id=thread_id)
+        incoming.check_scope(scope)
         unit = self._unit(reads.tokens_by_thread, thread_id, scope=scope, include_active=include_active)
         return await self._units.read(unit)
 
     async def visibility(self, thread_id: ThreadId, *, scope: Scope) -> Visibility:
         """See ``RunStore.visibility``."""
+        incoming.check_ids(thread_id=thread_id)
+        incoming.check_scope(scope)
         return await self._units.read(self._unit(reads.visibility, thread_id, scope=scope))
 
     def _unit(self, function: Callable[..., T], *arguments: Any, **named: Any) -> Unit[T]:
