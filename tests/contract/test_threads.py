@@ -25,7 +25,7 @@ from deerflow_runs.model import (
     WorkerId,
 )
 from deerflow_runs.protocol.admission import Newcomer
-from deerflow_runs.protocol.lifecycle import Actor, Given, Refusal, Refused, RunEvent
+from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Given, Refusal, Refused, RunEvent
 from deerflow_runs.store import arrivals, thread_search, threads
 from deerflow_runs.store.dialect import POSTGRES
 from deerflow_runs.store.dsn import parse_dsn
@@ -497,7 +497,7 @@ async def test_a_delete_ends_who_is_just_queueing_behind_it(on_postgres: Units) 
     store, pause = SqlRunStore(on_postgres), Pause()
     hold = await delete_reservation(store)
     newcomer = Newcomer(run_id=RunId("new"), thread_id=THREAD, worker_id=ME, strategy=Strategy.ENQUEUE)
-    unit = pause.after(lambda connection: arrivals.wait_behind(connection, POSTGRES, newcomer))
+    unit = pause.after(lambda connection: arrivals.wait_behind(connection, POSTGRES, newcomer, NOTHING_GIVEN))
     arriving = asyncio.create_task(on_postgres.transaction(unit))
     await pause.reached.wait()
     deleting = asyncio.create_task(deleted(on_postgres, hold))

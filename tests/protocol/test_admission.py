@@ -507,13 +507,13 @@ def test_a_key_lives_as_long_as_its_row() -> None:
 
 
 @rule("O28", "I8")
-def test_a_delete_on_a_world_leaves_nothing_waiting_and_lets_later_runs_queue_behind_it() -> None:
+def test_a_delete_on_a_world_ends_what_waits_as_it_comes_and_what_waits_as_it_goes() -> None:
     made = world()
     admit(made, "later", ENQUEUE, delay=Micros(5))
     admit(made, "gone", kind=OperationKind.DELETE)
     admit(made, "after", ENQUEUE)
     assert made.apply(RunId("gone"), RunEvent.RELEASE, Actor(ME, 1)).run is not None
-    assert statuses(made) == {"later": ("interrupted", "interrupt"), "after": ("pending", None)}
+    assert statuses(made) == {"later": ("interrupted", "interrupt"), "after": ("interrupted", "interrupt")}
 
 
 @rule("I1", "I7", "I17", "I19")
