@@ -75,14 +75,16 @@ def enter(connection: Connection, dialect: Dialect, newcomer: Newcomer) -> Run |
 
 def wait_behind(connection: Connection, dialect: Dialect, newcomer: Newcomer, given: Given) -> Admitted | None:
     """O2: flag the active run and queue behind it. The flag waits for a settle in flight, and if that ended the run
-    nothing is inserted; it also holds the incumbent's row, so that the limit is counted exactly (I19). Nobody waits
-    behind what anybody may clear away: None, and the plan says how."""
+    nothing is inserted; it also holds the incumbent's row, so that the limit is counted exactly (I19).
+
+    None: nobody is there to wait behind, or anybody may clear the holder away, and the plan says how. ``StartAgain``:
+    the newcomer was not let in, so the flag must not stay either."""
     bag = parameters(Actor(newcomer.worker_id), given) | {"p_thread": newcomer.thread_id}
     behind = _flag(dialect, unless_cleared=True).run(connection, bag).one_or_none()
     if behind is None:
         return None
-    run = _insert(connection, dialect, newcomer, _queueing(dialect, newcomer.max_queued is not None))
-    return None if run is None else Admitted(run, to_run(behind))
+    run = _insert_or_again(connection, dialect, newcomer, _queueing(dialect, newcomer.max_queued is not None))
+    return Admitted(run, to_run(behind))
 
 
 def _insert(connection: Connection, dialect: Dialect, newcomer: Newcomer, statement: Statement) -> Run | None:

@@ -161,10 +161,8 @@ class SqlRunStore:
         if newcomer.strategy in (Strategy.REJECT, Strategy.ENQUEUE) and not newcomer.delayed:
             if (run := await self._units.once(self._unit(arrivals.enter, newcomer))) is not None:
                 return Admitted(run)
-            if newcomer.strategy is Strategy.ENQUEUE:
-                waiting = await self._units.transaction(self._unit(arrivals.wait_behind, newcomer, given))
-                if waiting is not None:
-                    return waiting
+            if newcomer.strategy is Strategy.ENQUEUE and (waiting := await self._wait_behind(newcomer, given)):
+                return waiting
             view = await self._units.read(self._unit(arrivals.look_at_thread, newcomer))
             plan = plan_admission(newcomer, view, given)
             if not isinstance(plan, Displace):
@@ -174,6 +172,12 @@ class SqlRunStore:
         except arrivals.StartAgain:
             return None
         return answer if isinstance(answer, Admitted) else await self._carried_out(answer, newcomer, given)
+
+    async def _wait_behind(self, newcomer: Newcomer, given: Given) -> Admitted | None:
+        try:
+            return await self._units.transaction(self._unit(arrivals.wait_behind, newcomer, given))
+        except arrivals.StartAgain:
+            return None
 
     async def _carried_out(self, plan: Plan, newcomer: Newcomer, given: Given) -> Admission | None:
         match plan:
