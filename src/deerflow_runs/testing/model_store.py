@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import final
 
 from deerflow_runs.errors import UsageError
@@ -171,7 +172,7 @@ class ModelStore:
         """See ``RunStore.promote``."""
         threads = sorted({run.thread_id for run in self.world.runs.values()})
         promoted = (self.world.promote(thread_id, Actor(WorkerId(""))) for thread_id in threads)
-        return tuple([run for run in promoted if run is not None][:limit])
+        return tuple(islice((run for run in promoted if run is not None), limit))
 
     async def re_home(self, by: Actor, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.re_home``."""

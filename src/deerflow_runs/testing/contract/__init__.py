@@ -17,6 +17,8 @@ from deerflow_runs.model import RunStatus
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.testing.contract.admission import ADMISSION
 from deerflow_runs.testing.contract.check import Check
+from deerflow_runs.testing.contract.queueing import QUEUEING
+from deerflow_runs.testing.contract.requests import REQUESTS
 from deerflow_runs.testing.contract.subject import ModelSubject, SqlSubject, Subject
 from deerflow_runs.testing.contract.table import agrees_with_the_table
 
@@ -33,5 +35,5 @@ TABLE: Final = tuple(
     for event in RunEvent
 )
 
-CHECKS: Final[tuple[Check, ...]] = (*TABLE, *ADMISSION)
+CHECKS: Final[tuple[Check, ...]] = (*TABLE, *ADMISSION, *REQUESTS, *QUEUEING)
 """Everything that a store must make true."""
