@@ -22,6 +22,7 @@ from sqlalchemy import (
     Select,
     Text,
     Update,
+    and_,
     bindparam,
     case,
     cast,
@@ -30,6 +31,7 @@ from sqlalchemy import (
     insert,
     literal_column,
     null,
+    or_,
     select,
     true,
     update,
@@ -125,13 +127,28 @@ def end_batch(
     connection: Connection, dialect: Dialect, event: RunEvent, by: Actor, given: Given, limit: int
 ) -> tuple[Run, ...]:
     """Let the event happen to up to ``limit`` runs that the table allows it for, oldest first, skipping rows that are
-    busy; then promote on exactly the threads that were freed. Takes no thread lock: it holds each thread's active row
-    before it touches the queue (O7)."""
+    busy; then promote on exactly the threads that were freed. Takes no thread lock where it holds each thread's active
+    row before it touches the queue; what ends waiting runs too does not (O7)."""
     bag = parameters(by, given) | {"p_limit": limit}
+    if _ends_waiting(event):
+        found = _threads_concerned(event, dialect).run(connection, bag).scalars().all()
+        dialect.lock_threads(connection, found)
+        bag |= {"p_threads": list(found)}
     ended = _ending_of_many(event, dialect, Shape.of(given)).run(connection, bag)
     if TRANSITIONS[event].frees:
         let_in_the_next(connection, dialect, by, ended)
     return ended
+
+
+def _ends_waiting(event: RunEvent) -> bool:
+    """Whether it ends runs that may wait: several of one thread, and without its active row."""
+    return TRANSITIONS[event].ends and RunStatus.QUEUED in TRANSITIONS[event].sources
+
+
+@cache
+def _threads_concerned(event: RunEvent, dialect: Dialect) -> Statement:
+    found = select(R.thread_id).where(guards(TRANSITIONS[event], dialect), *_narrowing(event)).order_by(R.run_id)
+    return Statement.of(found.limit(bindparam("p_limit", type_=BigInteger)))
 
 
 def change_batch(
@@ -288,6 +305,8 @@ def _chosen(event: RunEvent, dialect: Dialect) -> Statement:
 def _candidates(event: RunEvent, dialect: Dialect) -> Select[Any]:
     """Up to ``p_limit`` runs that the event may happen to, locked, never waiting for a busy row."""
     found = select(R.run_id).where(guards(_rule_of_many(event), dialect), *_narrowing(event))
+    if _ends_waiting(event) and dialect.writes_in_ctes:
+        found = found.where(R.thread_id == func.any(bindparam("p_threads", type_=ARRAY(Text))))
     order = (R.not_before, R.run_id) if event is RunEvent.CLAIM else (R.run_id,)
     limited = found.order_by(*order).limit(bindparam("p_limit", type_=BigInteger))
     return limited.with_for_update(skip_locked=True, of=runs, key_share=True).correlate(None)
@@ -305,10 +324,11 @@ def _rule_of_many(event: RunEvent) -> Rule:
 def _narrowing(event: RunEvent) -> list[ColumnElement[bool]]:
     """What lets a partial index find the candidates; true of every row that the guards accept."""
     rule = TRANSITIONS[event]
-    if not rule.sources <= ACTIVE:
-        return []
+    vacant = and_(R.active, R.owner_worker_id.is_(null()))
+    if RunStatus.QUEUED in rule.sources:
+        return [or_(R.status == word(RunStatus.QUEUED), vacant)]
     if Guard.UNOWNED in rule.guards:
-        return [R.active, R.owner_worker_id.is_(null())]
+        return [vacant]
     return [R.active, R.owner_worker_id.is_not(null())] if Guard.OWNER_IS_DEAD in rule.guards else [R.active]
 
 
@@ -434,11 +454,15 @@ def _promote_one(dialect: Dialect) -> Statement:
 @cache
 def _promote_many(dialect: Dialect) -> Statement:
     wanted = func.unnest(bindparam("p_threads", type_=ARRAY(Text))).table_valued("thread_id").render_derived("wanted")
-    waiting = runs.alias("waiting")
+    waiting, held = runs.alias("waiting"), runs.alias("held")
+    here = and_(held.c.thread_id == wanted.c.thread_id, held.c.active)
+    busy: Select[Any] = select(literal_column("1")).select_from(held).where(here)
     mine = select(waiting.c.run_id).where(
         waiting.c.thread_id == wanted.c.thread_id,
         waiting.c.status == word(RunStatus.QUEUED),
         waiting.c.due_at <= dialect.now,
+        # Who holds a thread locks its waiting runs; a head locked on another's thread would be waited for in a ring.
+        ~busy.correlate(wanted).exists(),
     )
     first = mine.order_by(waiting.c.due_at, waiting.c.seq).limit(1).with_for_update(key_share=True).lateral("first")
     heads = select(first.c.run_id).select_from(wanted.join(first, true())).correlate(None).scalar_subquery()
