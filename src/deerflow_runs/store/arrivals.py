@@ -50,7 +50,7 @@ from deerflow_runs.store.clauses import (
     word,
 )
 from deerflow_runs.store.dialect import Dialect
-from deerflow_runs.store.endings import end_these
+from deerflow_runs.store.endings import end_queue
 from deerflow_runs.store.events import look_columns, looking_from, to_look
 from deerflow_runs.store.rows import narrow, to_run
 from deerflow_runs.store.schema import runs
@@ -282,8 +282,9 @@ def _displace(connection: Connection, dialect: Dialect, newcomer: Newcomer, plan
         run = _insert_or_again(connection, dialect, newcomer, _queueing(dialect, False))
     else:
         run = _insert_or_again(connection, dialect, newcomer, _entering(dialect, newcomer.take, None))
-    waiting = [waiting.run_id for waiting in plan.ended]
-    return Admitted(run, incumbent, end_these(connection, dialect, RunEvent.CANCEL_QUEUED, by, given, waiting))
+    # Not those of the plan: until the slot was taken, enqueued runs could still arrive (O2).
+    ended = end_queue(connection, dialect, newcomer.thread_id, by, given, spare=newcomer.run_id)
+    return Admitted(run, incumbent, ended)
 
 
 def _insert_or_again(connection: Connection, dialect: Dialect, newcomer: Newcomer, statement: Statement) -> Run:

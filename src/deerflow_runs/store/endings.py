@@ -417,12 +417,28 @@ def let_in_the_next(connection: Connection, dialect: Dialect, by: Actor, ended: 
     """Promote the first due run of every thread that was freed; of a deleted thread, end the waiting ones (O28)."""
     deleted = sorted({run.thread_id for run in ended if run.kind is OperationKind.DELETE})
     for thread_id in deleted:
-        ids = connection.scalars(_WAITING, {"p_thread": thread_id}).all()
-        end_these(connection, dialect, RunEvent.CANCEL_QUEUED, by, Given(error="the thread was deleted"), ids)
+        end_queue(connection, dialect, thread_id, by, Given(error="the thread was deleted"))
     return promote(connection, dialect, sorted({run.thread_id for run in ended}.difference(deleted)))
 
 
-_WAITING: Final = select(R.run_id).where(R.thread_id == bindparam("p_thread"), R.status == word(RunStatus.QUEUED))
+def end_queue(
+    connection: Connection, dialect: Dialect, thread_id: str, by: Actor, given: Given, *, spare: str = ""
+) -> tuple[Run, ...]:
+    """End all that waits on a thread by now, but for ``spare``: whoever found out who waits may have missed somebody,
+    as O2 needs no lock. Under the thread's lock, and after its slot was taken."""
+    bag = parameters(by, given) | {"p_thread": thread_id, "p_spare": spare}
+    ended = _ending_of_queue(dialect, Shape.of(given)).run(connection, bag)
+    return tuple(sorted(ended, key=lambda run: (run.due_at, run.seq)))
+
+
+@cache
+def _ending_of_queue(dialect: Dialect, shape: Shape) -> Ending:
+    rule = TRANSITIONS[RunEvent.CANCEL_QUEUED]
+    waiting = [R.thread_id == bindparam("p_thread"), R.run_id != bindparam("p_spare"), guards(rule, dialect)]
+    if dialect.writes_in_ctes:
+        return _with_followers(RunEvent.CANCEL_QUEUED, dialect, shape, *waiting)
+    chosen = Statement.of(select(R.run_id).where(*waiting))
+    return replace(_with_followers(RunEvent.CANCEL_QUEUED, dialect, shape, _id_in_list()), chosen=chosen)
 
 
 def promote(connection: Connection, dialect: Dialect, thread_ids: Sequence[str]) -> tuple[Run, ...]:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar, assert_never, final
 
 from sqlalchemy import Connection, select
+from sqlalchemy.exc import IntegrityError
 
 from deerflow_runs.errors import StoreUnavailable
 from deerflow_runs.model import Micros, Run, RunId, RunKey, Scope, Session, SessionState, Strategy, ThreadId, WorkerId
@@ -187,7 +188,7 @@ class SqlRunStore:
                 await self.apply(run.key, event, Actor(newcomer.worker_id), given)
                 return None
             case PromoteFirst():
-                await self._units.transaction(self._unit(endings.promote_under_lock, [newcomer.thread_id]))
+                await self._promoted([newcomer.thread_id])
                 return None
             case Enter() | Wait() | Displace():
                 return None
@@ -274,10 +275,20 @@ class SqlRunStore:
 
     async def promote(self, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.promote``."""
-        threads = await self._units.read(self._unit(reads.idle_threads_with_due_runs, limit))
-        if not threads:
-            return ()
-        return await self._units.transaction(self._unit(endings.promote_under_lock, threads))
+        for _ in range(events.TRIES):
+            threads = await self._units.read(self._unit(reads.idle_threads_with_due_runs, limit))
+            promoted = await self._promoted(threads) if threads else ()
+            if promoted is not None:
+                return promoted
+        raise StoreUnavailable("idle threads kept changing under a promotion; repeat it")
+
+    async def _promoted(self, threads: Sequence[ThreadId]) -> tuple[Run, ...] | None:
+        """None, and nothing is promoted: somebody entered one of the threads just before its first run was due. The
+        index has the last word (I1), and a new look sees who it was."""
+        try:
+            return await self._units.transaction(self._unit(endings.promote_under_lock, threads))
+        except IntegrityError:
+            return None
 
     async def hand_over(self, by: Actor, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.hand_over``."""
