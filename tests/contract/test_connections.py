@@ -70,6 +70,13 @@ async def sessions(dsn: str) -> list[str]:
     return [row["state"] for row in rows]
 
 
+async def prefer_serializable(dsn: str) -> None:
+    """What an administrator may have told the database."""
+    async with stranger(dsn) as connection:
+        name = await connection.fetchval("SELECT current_database()")
+        await connection.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = 'serializable'")
+
+
 async def until_one_waits_for_a_lock(dsn: str) -> None:
     async with stranger(dsn) as connection:
         while not await connection.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"):
@@ -92,6 +99,8 @@ async def test_a_unit_of_one_statement_is_one_round_trip(postgres_dsn: str) -> N
         for _ in range(10):
             await units.once(count_up("a"))
         assert proxy.turns - before == 10
+        async with stranger(postgres_dsn) as connection:
+            assert await connection.fetchval("SELECT turn FROM dr_fence") == 11  # and all are committed
 
 
 async def test_a_transaction_costs_two_round_trips_more_than_its_statements(postgres_dsn: str) -> None:
@@ -196,9 +205,7 @@ async def test_a_unit_that_hides_an_error_of_the_database_is_told_that_nothing_w
 async def test_the_statement_after_a_lock_sees_what_its_holder_committed_whatever_the_database_prefers(
     postgres_dsn: str,
 ) -> None:
-    async with stranger(postgres_dsn) as connection:
-        name = await connection.fetchval("SELECT current_database()")
-        await connection.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = 'serializable'")
+    await prefer_serializable(postgres_dsn)
 
     def count_after_lock(connection: Connection) -> int:
         connection.execute(text("SELECT pg_advisory_xact_lock(7)"))
@@ -418,6 +425,7 @@ async def test_a_table_that_was_changed_by_a_newer_worker_s_migration_is_read_on
 
 
 async def test_the_host_s_engine_lends_its_connections_and_stays_open(postgres_dsn: str) -> None:
+    await prefer_serializable(postgres_dsn)
     engine = create_async_engine(postgres_dsn.replace("postgresql://", "postgresql+asyncpg://"), pool_size=2)
 
     def settings(connection: Connection) -> list[Any]:

@@ -65,11 +65,11 @@ class Gate:
 
     def unit(self, connection: Connection) -> None:
         self._inside.set()
-        assert self._go.wait(60), "nobody opened the gate"
+        assert self._go.wait(10), "nobody opened the gate"
 
     async def reached(self) -> None:
         """Return when the unit runs."""
-        assert await asyncio.to_thread(self._inside.wait, 60), "nobody came to the gate"
+        assert await asyncio.to_thread(self._inside.wait, 10), "nobody came to the gate"
 
     def open(self) -> None:
         """Let the unit end."""
