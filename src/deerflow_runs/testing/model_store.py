@@ -138,6 +138,7 @@ class ModelStore:
 
     async def apply(self, key: RunKey, event: RunEvent, by: Actor, given: Given = NOTHING_GIVEN) -> Decision:
         """See ``RunStore.apply``."""
+        incoming.check_key(key)
         self.world.advance(1)
         run = self.world.runs.get(key.run_id)
         if run is not None and run.thread_id != key.thread_id:
@@ -203,6 +204,8 @@ class ModelStore:
 
     async def get(self, key: RunKey, *, scope: Scope) -> Run | None:
         """See ``RunStore.get``."""
+        incoming.check_key(key)
+        incoming.check_scope(scope)
         run = self.world.runs.get(key.run_id)
         if run is None or run.thread_id != key.thread_id or run.reservation:
             return None
@@ -214,10 +217,12 @@ class ModelStore:
 
     async def active(self, thread_id: ThreadId) -> Run | None:
         """See ``RunStore.active``."""
+        incoming.check_ids(thread_id=thread_id)
         return self.world.active(thread_id)
 
     async def queue(self, thread_id: ThreadId) -> tuple[Run, ...]:
         """See ``RunStore.queue``."""
+        incoming.check_ids(thread_id=thread_id)
         return self.world.queue(thread_id)
 
     async def get_many(self, thread_id: ThreadId, run_ids: Collection[RunId], *, scope: Scope) -> dict[RunId, Run]:

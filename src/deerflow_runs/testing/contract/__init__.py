@@ -16,9 +16,15 @@ from typing import Final
 from deerflow_runs.model import RunStatus
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.testing.contract.admission import ADMISSION
+from deerflow_runs.testing.contract.cancelling import CANCELLING
 from deerflow_runs.testing.contract.check import Check
+from deerflow_runs.testing.contract.endings import ENDINGS
+from deerflow_runs.testing.contract.passing import PASSING
 from deerflow_runs.testing.contract.queueing import QUEUEING
+from deerflow_runs.testing.contract.recovery import RECOVERY
 from deerflow_runs.testing.contract.requests import REQUESTS
+from deerflow_runs.testing.contract.reservations import RESERVATIONS
+from deerflow_runs.testing.contract.sessions import SESSIONS
 from deerflow_runs.testing.contract.subject import ModelSubject, SqlSubject, Subject
 from deerflow_runs.testing.contract.table import agrees_with_the_table
 
@@ -35,5 +41,16 @@ TABLE: Final = tuple(
     for event in RunEvent
 )
 
-CHECKS: Final[tuple[Check, ...]] = (*TABLE, *ADMISSION, *REQUESTS, *QUEUEING)
+CHECKS: Final[tuple[Check, ...]] = (
+    *TABLE,
+    *ADMISSION,
+    *REQUESTS,
+    *QUEUEING,
+    *RESERVATIONS,
+    *CANCELLING,
+    *RECOVERY,
+    *PASSING,
+    *SESSIONS,
+    *ENDINGS,
+)
 """Everything that a store must make true."""

@@ -146,6 +146,12 @@ class Stage:
         """A run's owner settles it."""
         return await self.happens(how, run, given)
 
+    async def sweeps(self, given: Given = NOTHING_GIVEN) -> dict[str, list[str]]:
+        """One sweep over what the dead have left; which runs it ended, resumed, freed or released, where it did."""
+        done = await self.store.take_over(Actor(ME), given, 10)
+        parts = {"ended": done.ended, "resumed": done.resumed, "freed": done.freed, "released": done.released}
+        return {name: sorted(names(runs)) for name, runs in parts.items() if runs}
+
     # --- Looks ------------------------------------------------------------------------------------------------------
 
     async def row(self, run: Run) -> Run | None:
@@ -179,6 +185,11 @@ def owner_of(run: Run) -> Actor:
 def at(run: Run, worker_id: WorkerId = ME, **more: Any) -> Actor:
     """A session that knows the run's epoch."""
     return Actor(worker_id, run.epoch, **more)
+
+
+def outcome(run: Run) -> tuple[str, str | None, int]:
+    """How a run ended, and at which epoch."""
+    return (run.status.value, run.stop_reason, run.epoch)
 
 
 def names(runs: Iterable[Run]) -> list[str]:
