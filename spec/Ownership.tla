@@ -24,6 +24,7 @@ CONSTANTS
   Promotes,     \* O7  the ends that promote in their own transaction
   KeyFirst,     \* O5  a repeated admission is recognised before anything is displaced
   Vacant,       \* §3  resumed and handed-over runs keep the thread; FALSE: back to the queue
+  VacateRaises, \* §3  becoming vacant raises the epoch
   HoldsNull,    \* O26 owner null is vacant; FALSE: counts as an orphan
   GivesBack,    \* O12 a worker gives back what it owns and does not hold
   Fence,        \* O14 writes are conditional on the epoch
@@ -75,6 +76,8 @@ Promoted(R) == [R EXCEPT ![First(R)].st = "pending", ![First(R)].own = NoOne]
 EndOf(R, r, t) == [R EXCEPT ![r].st = t, ![r].own = NoOne, ![r].att = 0]
 Close(R, r, t, by) == LET E == EndOf(R, r, t) IN IF by \in Promotes /\ Due(E) # {} THEN Promoted(E) ELSE E
 Raised(R, r) == [R EXCEPT ![r].ep = @ + 1]
+Vacated(r) == [run EXCEPT ![r].st = IF Vacant THEN "pending" ELSE "queued", ![r].own = NoOne,
+                          ![r].ep = IF VacateRaises THEN @ + 1 ELSE @]
 \* restores are counted apart from the attempts of the run, and nobody has tried one yet
 Cancelled(R, r, a) == [R EXCEPT ![r].cx = a, ![r].att = IF a = "rb" THEN 0 ELSE @]
 \* every sweep promotes an idle thread
@@ -170,7 +173,7 @@ Release(s, r, e) ==
     /\ Drop(s, r, e) /\ UNCHANGED <<sess, fuel>> /\ Quiet
 HandOver(s, r, e) ==
     /\ Holds(s, r, e) /\ s # Stable /\ Kind[r] = "run" /\ run[r].cx = "no" /\ Spend("handover")
-    /\ run' = [Raised(run, r) EXCEPT ![r].st = IF Vacant THEN "pending" ELSE "queued", ![r].own = NoOne]
+    /\ run' = Vacated(r)
     /\ Drop(s, r, e) /\ UNCHANGED sess /\ Quiet
 
 \* ------------------------------------------------------------ cancel, force, seize, restore (O4)
@@ -213,7 +216,7 @@ Recovered(r, by) ==
     IF Kind[r] = "resv" \/ Policy = "fail" \/ n > MaxAtt
     THEN /\ run' = Raised(Close(run, r, t, by), r)
          /\ bad' = bad \cup (IF run[r].own = NoOne THEN {"unseen"} ELSE {}) \cup (IF Owed(r) THEN {"owed"} ELSE {})
-    ELSE /\ run' = [Raised(run, r) EXCEPT ![r].st = IF Vacant THEN "pending" ELSE "queued", ![r].own = NoOne, ![r].att = n]
+    ELSE /\ run' = [Vacated(r) EXCEPT ![r].att = n]
          /\ UNCHANGED bad
 TakeOver(r) == /\ run[r].st \in Act /\ Dead(run[r].own) /\ (run[r].cx # "no" => ~HeedsCancel)
                /\ Recovered(r, "takeover") /\ UNCHANGED <<sess, loc, fuel, net, chain, nw, last>>
