@@ -30,6 +30,9 @@ OLDEST: Final = (3, 35, 0)
 RESET_MENDED: Final = (3, 51, 3)
 """Before it, two connections that write at the same instant may damage the log when it starts anew (O34)."""
 
+STATEMENTS: Final = 500
+"""How many prepared statements a connection keeps: more than the store has."""
+
 
 def wall_clock() -> int:
     """The host's clock is the server's clock: SQLite runs in this process."""
@@ -92,7 +95,7 @@ class Driver(sqlite3.Connection):
 
 def sqlite_engine(database: Sqlite, *, clock: Clock, query_only: bool = False) -> Engine:
     """An engine without a pool, whose connections begin and commit nothing by themselves."""
-    arguments = database.connect_args() | {"factory": Driver, "isolation_level": None}
+    arguments = database.connect_args() | {"factory": Driver, "isolation_level": None, "cached_statements": STATEMENTS}
     engine = create_engine(
         database.sqlalchemy_url(), connect_args=arguments, poolclass=NullPool, isolation_level="AUTOCOMMIT"
     )
