@@ -30,7 +30,7 @@ PATIENCE = 300.0
 """Seconds after which tests that hang count as red."""
 
 PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
-WARM = ("pytest", "hypothesis", "sqlalchemy.ext.asyncio", "pydantic", *PLUGINS)
+WARM = ("pytest", "hypothesis", "pydantic.main", "sqlalchemy.dialects.postgresql.asyncpg", "asyncpg", *PLUGINS)
 """Loaded once, before the first copy of this process: most of what a test session costs."""
 
 SESSION = 10
@@ -77,14 +77,15 @@ def snapshot(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder / "project", ignore=leave_out, symlinks=True))
 
 
-def prepare(project: Path, tree: Path, mutation: AnyMutation | None) -> None:
+def prepare(project: Path, tree: Path, mutation: AnyMutation) -> None:
     """A tree that shares all files with the project but the one that is broken."""
     shutil.copytree(project, tree, symlinks=True, copy_function=os.link)
     if isinstance(mutation, Mutation):
         path = tree / mutation.path
-        broken = mutated(mutation, path.read_text(encoding="utf-8"))
+        broken, written_at = mutated(mutation, path.read_text(encoding="utf-8")), path.stat().st_mtime
         path.unlink()
         path.write_text(broken, encoding="utf-8")
+        os.utime(path, (written_at + 60, written_at + 60))  # never to be mistaken for what was compiled before
 
 
 def mutated(mutation: Mutation, text: str) -> str:
@@ -100,15 +101,17 @@ def run_session(tree: Path, job: Job) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(tree)
+    sys.dont_write_bytecode = False
     sys.path[:0] = [str(tree / "src"), str(tree)]
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "deerflow_runs")]:
         del sys.modules[name]
     os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(sys.path[:2])}
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--rootdir={tree}"]
     if isinstance(job.mutation, DropGuard):
         os.environ["DROP_GUARD"] = f"{job.mutation.event}|{job.mutation.guard}"
-        options += ["-p", "tests.mutations.plugin"]
     import pytest
+
+    quiet = ["-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+    options = [*quiet, f"--rootdir={tree}", "-p", "tests.mutations.plugin"]
 
     code = pytest.main([*options, *job.tests], plugins=[sys.modules[name] for name in PLUGINS])
     product = sys.modules.get("deerflow_runs")
@@ -131,19 +134,21 @@ class Running:
     def result(self, code: int | None) -> Result:
         log = self.tree.with_suffix(".log")
         said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        shutil.rmtree(self.tree, ignore_errors=True)
+        if self.job.mutation is not None:
+            shutil.rmtree(self.tree, ignore_errors=True)
         return Result(self.job, code, time.monotonic() - self.since, said[-1500:])
 
 
 def results(jobs: Iterable[Job], project: Path) -> Iterator[Result]:
-    """Run all of them, a few at a time, as they come."""
+    """Run all of them, a few at a time, as they come. Those without a mutation run in the project itself, so that what
+    they compile serves all others."""
     waiting = list(enumerate(jobs))[::-1]
     running: list[Running] = []
     while waiting or running:
         while waiting and len(running) < PARALLEL:
             number, job = waiting.pop()
             try:
-                running.append(start(project, project.with_name(f"tree-{number}"), job))
+                running.append(start(project, project.with_name(f"tree-{number}") if job.mutation else project, job))
             except DoesNotFit as error:
                 yield Result(job, STRANGE, 0.0, str(error))
         wait([session.process.sentinel for session in running], timeout=1.0)
@@ -159,7 +164,8 @@ def results(jobs: Iterable[Job], project: Path) -> Iterator[Result]:
 
 def start(project: Path, tree: Path, job: Job) -> Running:
     """Copy, break, run."""
-    prepare(project, tree, job.mutation)
+    if job.mutation is not None:
+        prepare(project, tree, job.mutation)
     process = multiprocessing.get_context("fork").Process(target=run_session, args=(tree, job))
     process.start()
     return Running(job, tree, process, time.monotonic())
@@ -191,7 +197,7 @@ def red_without_mutation(tests: Sequence[tuple[str, ...]], project: Path) -> lis
     (all_at_once,) = results([together], project)
     if all_at_once.code == PASSED:
         return []
-    alone = list(results([Job(some) for some in sorted(set(tests))], project))
+    alone = [result for some in sorted(set(tests)) for result in results([Job(some)], project)]
     red = [result for result in alone if result.code != PASSED]
     return [f"{' '.join(result.job.tests)}\n{result.said}" for result in red] or [all_at_once.said]
 

@@ -9,8 +9,11 @@ from tests.mutations import AnyMutation, DropGuard, Mutation
 
 LIFECYCLE = "src/deerflow_runs/protocol/lifecycle.py"
 ROWS = ("tests/protocol/test_lifecycle_rows.py",)
-PROPERTIES = ("tests/protocol/test_lifecycle_properties.py",)
-ORDERS = ("tests/protocol/test_orderings.py",)
+_PROPERTY = "tests/protocol/test_lifecycle_properties.py::"
+_ORDER = "tests/protocol/test_orderings.py::"
+ONE_RUN = (_ORDER + "test_whatever_happens_to_one_run_in_whatever_order_it_ends_once_and_rightly",)
+ROLLBACKS = (_ORDER + "test_whoever_interrupts_a_rollback_it_leaves_nothing_behind_and_ends",)
+NEWCOMERS = (_ORDER + "test_newcomers_of_every_strategy_meet_every_kind_of_incumbent_in_every_order[over]",)
 
 GUARDS: Final[list[AnyMutation]] = [
     DropGuard(event.value, guard.value, ROWS) for event, rule in TRANSITIONS.items() for guard in rule.guards
@@ -36,7 +39,7 @@ SOURCES: Final = [
         "I5",
         "Rule(ACTIVE, Into.STAYS, (G.IS_RUN,), (E.RECORD_CANCEL,))",
         "Rule(ACTIVE | TERMINAL, Into.STAYS, (G.IS_RUN,), (E.RECORD_CANCEL,))",
-        PROPERTIES,
+        (_PROPERTY + "test_nothing_leaves_a_terminal_status",),
     ),
     change(
         "a run that lives is removed",
@@ -49,7 +52,7 @@ SOURCES: Final = [
         "I16",
         "            S.PENDING,\n            (G.IS_RUN, G.ROLLBACK_OWED, G.MINE_UNHELD_OR_OVERDUE, G.CAPABLE),",
         "            Into.STAYS,\n            (G.IS_RUN, G.ROLLBACK_OWED, G.MINE_UNHELD_OR_OVERDUE, G.CAPABLE),",
-        ORDERS,
+        ROLLBACKS,
     ),
 ]
 
@@ -78,7 +81,7 @@ EFFECTS: Final = [
         "I4",
         '{"owner_worker_id": by.worker_id, "epoch": run.epoch + 1, "granted_at": facts.now}',
         '{"owner_worker_id": by.worker_id, "epoch": run.epoch, "granted_at": facts.now}',
-        ORDERS,
+        ONE_RUN,
     ),
     change(
         "a grant is not stamped",
@@ -91,14 +94,14 @@ EFFECTS: Final = [
         "I2",
         '{"owner_worker_id": None, "epoch": run.epoch + 1}',
         '{"owner_worker_id": None}',
-        PROPERTIES,
+        (_PROPERTY + "test_whoever_loses_a_run_is_fenced_and_whoever_gets_it_has_an_epoch_of_his_own",),
     ),
     change(
         "a run ended in its owner's place keeps its epoch",
         "I2",
         'return {"epoch": run.epoch + 1}',
         'return {"epoch": run.epoch}',
-        PROPERTIES,
+        (_PROPERTY + "test_whoever_loses_a_run_is_fenced_and_whoever_gets_it_has_an_epoch_of_his_own",),
     ),
     change(
         "a take-back keeps the epoch",
@@ -123,7 +126,7 @@ EFFECTS: Final = [
         "O15",
         "return first if run.turn is None else {}",
         "return first",
-        PROPERTIES,
+        (_PROPERTY + "test_turn_and_base_are_recorded_once",),
     ),
     change(
         "the base is not recorded",
@@ -142,14 +145,14 @@ EFFECTS: Final = [
         "I6",
         "return first if run.cancel_action is None else {}",
         "return first",
-        PROPERTIES,
+        (_PROPERTY + "test_a_recorded_cancel_stays_and_never_ends_as_success",),
     ),
     change(
         "a cancel does not decide how a run ends",
         "I6",
         'return {} if run.cancel_action is None else {"status": RunStatus.INTERRUPTED}',
         "return {}",
-        PROPERTIES,
+        (_PROPERTY + "test_a_recorded_cancel_stays_and_never_ends_as_success",),
     ),
     change(
         "a cancelled run tells the executor's reason",
@@ -204,7 +207,7 @@ EFFECTS: Final = [
         "I9",
         "(E.COUNT_ATTEMPT, E.VACATE, E.BACK_OFF, E.FREE_OF_HOME)",
         "(E.VACATE, E.BACK_OFF, E.FREE_OF_HOME)",
-        PROPERTIES,
+        (_PROPERTY + "test_a_run_that_makes_no_progress_is_granted_at_most_so_many_times",),
     ),
     change(
         "a resumed run stays with its dead home",
@@ -223,7 +226,7 @@ EFFECTS: Final = [
         "I9",
         "(E.COUNT_ATTEMPT, E.VACATE, E.BACK_OFF),",
         "(E.VACATE, E.BACK_OFF),",
-        PROPERTIES,
+        (_PROPERTY + "test_a_run_that_makes_no_progress_is_granted_at_most_so_many_times",),
     ),
     change(
         "a hand-over costs an attempt",
@@ -248,7 +251,7 @@ EFFECTS: Final = [
         "O4",
         "(E.COUNT_RESTORE, E.TAKE_OWNERSHIP, E.CLEAR_WAITS)",
         "(E.TAKE_OWNERSHIP, E.CLEAR_WAITS)",
-        PROPERTIES,
+        (_PROPERTY + "test_a_restore_that_always_fails_ends_as_rollback_failed_also_on_a_lone_worker",),
     ),
     change(
         "any progress forgives",
@@ -282,7 +285,7 @@ READINGS: Final = [
         "I16",
         "not run.rollback_owed or (given.restored and run.status is RunStatus.PENDING)",
         "not run.rollback_owed or run.status is RunStatus.PENDING",
-        ORDERS,
+        ONE_RUN,
     ),
     change(
         "an owed run is settled where it runs",
@@ -355,7 +358,7 @@ READINGS: Final = [
         "I8",
         "return run.on_orphan is OnOrphan.FAIL or used_up(run)",
         "return run.on_orphan is OnOrphan.FAIL",
-        PROPERTIES,
+        (_PROPERTY + "test_no_row_is_a_dead_end_for_the_last_worker_alive",),
     ),
 ]
 
@@ -401,7 +404,7 @@ REPEATS: Final = [
         "I16",
         "return mine and run.active and next_epoch and not being_restored(run)",
         "return mine and run.active and next_epoch",
-        ORDERS,
+        ROLLBACKS,
     ),
     change(
         "a run of any later epoch was taken back",
@@ -428,9 +431,9 @@ WORLD: Final = [
         "an ending promotes nobody",
         "I7",
         "src/deerflow_runs/testing/world.py",
-        "            self.promote(before.thread_id, by)\n\n    def _delete",
-        "            pass\n\n    def _delete",
-        ORDERS,
+        "        self.promote(ended.thread_id, by)\n",
+        "",
+        NEWCOMERS,
     ),
 ]
 """The model store stands on it, so it must not be weaker than a real one."""

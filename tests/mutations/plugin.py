@@ -1,6 +1,7 @@
-"""A pytest plugin that takes one guard out of the table before anything else has imported it.
+"""The pytest plugin of the mutation runner: it takes one guard out of the table before anything else has imported it.
 
-``DROP_GUARD="claim|due" pytest -p tests.mutations.plugin …``; the product itself knows nothing of mutations.
+``DROP_GUARD="claim|due" pytest -p tests.mutations.plugin …``; the product itself knows nothing of mutations. It also
+keeps hypothesis from looking for the smallest failing example, since any will do.
 """
 
 from __future__ import annotations
@@ -9,9 +10,18 @@ import os
 from dataclasses import replace
 from types import MappingProxyType
 
+import hypothesis
+
 from deerflow_runs.protocol import lifecycle
 
 VARIABLE = "DROP_GUARD"
+
+
+def pytest_configure() -> None:
+    """After the settings of the test suite have been loaded."""
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    hypothesis.settings.register_profile("mutants", hypothesis.settings(), phases=phases)
+    hypothesis.settings.load_profile("mutants")
 
 
 def drop(event: lifecycle.RunEvent, guard: lifecycle.Guard) -> None:
