@@ -356,12 +356,14 @@ def test_a_death_that_nobody_proved_ends_no_run_within_a_lease(look: Situation) 
 @many
 @given(looks())
 def test_an_attempt_is_counted_by_one_and_forgiven_only_for_a_checkpoint(look: Situation) -> None:
-    for event, after, _ in happened(look):
+    for event, after, repeated in happened(look):
         wrote = look.run.progress_epoch == look.run.epoch
         allowed = {look.run.attempt}
         if event in (E.TAKE_OVER_RESUME, E.GIVE_BACK_RESUME):
             allowed = {1} if wrote else {look.run.attempt + 1}
             assert after.attempt <= after.max_attempts
+        elif event in (E.HAND_OVER, E.TAKE_BACK):
+            allowed = {1} if wrote and not repeated else {look.run.attempt}
         elif event is E.CLAIM:
             allowed = {max(1, look.run.attempt)}
         elif event is E.SEIZE:

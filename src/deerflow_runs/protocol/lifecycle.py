@@ -29,7 +29,7 @@ from deerflow_runs.model import (
     Usage,
     WorkerId,
 )
-from deerflow_runs.protocol.recovery import being_restored, next_attempt, seizers_attempt, used_up
+from deerflow_runs.protocol.recovery import being_restored, forgiven_attempt, next_attempt, seizers_attempt, used_up
 
 
 class RunEvent(StrEnum):
@@ -113,6 +113,7 @@ class Effect(StrEnum):
     FLAG_BEHIND = "queue_behind set"
     FIRST_ATTEMPT = "attempt at least 1"
     COUNT_ATTEMPT = "attempt counted"
+    FORGIVE_ATTEMPTS = "attempt 1 if this epoch made progress"
     COUNT_RESTORE = "attempt = number of this restore"
     BACK_OFF = "not_before = now + backoff"
     READY_NOW = "not_before = now"
@@ -366,14 +367,14 @@ TRANSITIONS: Final[Mapping[RunEvent, Rule]] = MappingProxyType(
             ACTIVE,
             Into.STAYS,
             (G.OWNER_WAS_ME, G.EPOCH_IS_MINE),
-            (E.MOVE_TO_ME,),
+            (E.FORGIVE_ATTEMPTS, E.MOVE_TO_ME),
             Repeat.MOVED_TO_ME,
         ),
         RunEvent.HAND_OVER: Rule(
             ACTIVE,
             S.PENDING,
             (*_HOLDER, G.NO_CANCEL),
-            (E.VACATE, E.READY_NOW),
+            (E.FORGIVE_ATTEMPTS, E.VACATE, E.READY_NOW),
         ),
         RunEvent.DEFER: Rule(
             ACTIVE,
@@ -576,6 +577,8 @@ def change(effect: Effect, run: Run, by: Actor, facts: Facts, given: Given) -> d
             return {"attempt": max(run.attempt, 1)}
         case Effect.COUNT_ATTEMPT:
             return {"attempt": next_attempt(run)}
+        case Effect.FORGIVE_ATTEMPTS:
+            return {"attempt": forgiven_attempt(run)}
         case Effect.COUNT_RESTORE:
             return {"attempt": seizers_attempt(run, by=by.worker_id, epoch=by.epoch)}
         case Effect.BACK_OFF:

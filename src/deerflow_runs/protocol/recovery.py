@@ -24,7 +24,21 @@ def next_attempt(run: Run) -> int:
     Progress forgives: an epoch that wrote a checkpoint starts the count again, so a long run survives any number of
     deployments, while a run that kills its workers does not.
     """
-    return 1 if run.progress_epoch == run.epoch else run.attempt + 1
+    return 1 if made_progress(run) else run.attempt + 1
+
+
+def forgiven_attempt(run: Run) -> int:
+    """The attempt number once the present epoch ends without a fault: handed over, or taken back.
+
+    No attempt is added, and progress forgives here as well. Otherwise the new epoch would not know of it, and a run
+    that was drained after a checkpoint would be poison after a single later crash (O30).
+    """
+    return 1 if made_progress(run) else run.attempt
+
+
+def made_progress(run: Run) -> bool:
+    """The present epoch wrote a checkpoint."""
+    return run.progress_epoch == run.epoch
 
 
 def used_up(run: Run) -> bool:

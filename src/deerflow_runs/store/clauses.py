@@ -231,6 +231,8 @@ def _columns(effect: Effect, rule: Rule, dialect: Dialect, shape: Shape) -> Colu
             return {"attempt": case((R.attempt < 1, literal_column("1")), else_=R.attempt)}
         case Effect.COUNT_ATTEMPT:
             return {"attempt": next_attempt()}
+        case Effect.FORGIVE_ATTEMPTS:
+            return {"attempt": case((R.progress_epoch == R.epoch, literal_column("1")), else_=R.attempt)}
         case Effect.COUNT_RESTORE:
             return {"attempt": _seizers_attempt(me)}
         case Effect.BACK_OFF:

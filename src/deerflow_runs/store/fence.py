@@ -18,15 +18,19 @@ from deerflow_runs.store.dialect import Dialect
 from deerflow_runs.store.schema import fence
 from deerflow_runs.store.statement import Statement
 
-HELD_SQL: Final = (
-    "SELECT 1 FROM dr_runs WHERE run_id = %(fence_run)s AND epoch = %(fence_epoch)s"
-    " AND status IN ('pending', 'running') FOR SHARE"
-)
-"""The guard as text for a driver with ``%(name)s`` parameters: ``WITH held AS (…) INSERT … SELECT … FROM held``.
 
-``FOR SHARE`` is the weakest lock that makes a take-over wait for the write, and the write for a take-over. Statements
-that also update the run's row take ``FOR NO KEY UPDATE`` instead: share first and update later would deadlock.
-"""
+def held_sql(schema: str | None = None) -> str:
+    """The guard as text for a driver with ``%(name)s`` parameters: ``WITH held AS (…) INSERT … SELECT … FROM held``.
+
+    Takes ``fence_run`` and ``fence_epoch``; ``schema`` is that of the store's address. ``FOR SHARE`` is the weakest
+    lock that makes a take-over wait for the write, and the write for a take-over. Statements that also update the
+    run's row take ``FOR NO KEY UPDATE`` instead: share first and update later would deadlock.
+    """
+    table = "dr_runs" if schema is None else f"{schema}.dr_runs"
+    return (
+        f"SELECT 1 FROM {table} WHERE run_id = %(fence_run)s AND epoch = %(fence_epoch)s"  # noqa: S608 - checked by dsn
+        " AND status IN ('pending', 'running') FOR SHARE"
+    )
 
 
 def held(dialect: Dialect) -> CTE:
