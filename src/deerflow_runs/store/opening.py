@@ -33,10 +33,10 @@ def store_at(
     """A store on the database at ``dsn``; use it in ``async with``, or await ``open()`` and ``close()``.
 
     ``dsn`` is a path, ``:memory:``, or an address (``sqlite:///runs.db``, ``postgresql://user@host/database``); raises
-    ``InvalidDsn`` for one that cannot be used, also for ``:memory:`` with more than one of ``workers``. With ``migrate``
-    the tables are made or brought up to date by ``open()``; without, it raises ``SchemaMismatch`` with the command that
-    does it. PostgreSQL only: the host's own ``engine``, which is left open, and how many ``connections`` are kept.
-    SQLite only: the ``clock``, in microseconds since 1970.
+    ``InvalidDsn`` for one that cannot be used, also for ``:memory:`` with more than one of ``workers``. With
+    ``migrate`` the tables are made or brought up to date by ``open()``; without, it raises ``SchemaMismatch`` with the
+    command that does it. PostgreSQL only: the host's own ``engine``, which is left open, and how many ``connections``
+    are kept. SQLite only: the ``clock``, in microseconds since 1970.
     """
     database = parse_dsn(dsn)
     database.require_shareable(workers)
@@ -49,6 +49,6 @@ def _upgrade_of(dsn: str | os.PathLike[str]) -> Callable[[], Awaitable[None]]:
     async def upgrade() -> None:
         from deerflow_runs.store.migrate import upgrade_async  # alembic takes a second to import
 
-        await upgrade_async(os.fspath(dsn))
+        await upgrade_async(dsn)
 
     return upgrade
