@@ -15,6 +15,7 @@ from typing import Any, Final, final
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
+    CompoundSelect,
     Connection,
     Delete,
     FromClause,
@@ -31,7 +32,6 @@ from sqlalchemy import (
     insert,
     literal_column,
     null,
-    or_,
     select,
     true,
     update,
@@ -324,12 +324,18 @@ def _rule_of_many(event: RunEvent) -> Rule:
 def _narrowing(event: RunEvent) -> list[ColumnElement[bool]]:
     """What lets a partial index find the candidates; true of every row that the guards accept."""
     rule = TRANSITIONS[event]
-    vacant = and_(R.active, R.owner_worker_id.is_(null()))
     if RunStatus.QUEUED in rule.sources:
-        return [or_(R.status == word(RunStatus.QUEUED), vacant)]
+        return [R.run_id.in_(_unowned())]
     if Guard.UNOWNED in rule.guards:
-        return [vacant]
+        return [R.active, R.owner_worker_id.is_(null())]
     return [R.active, R.owner_worker_id.is_not(null())] if Guard.OWNER_IS_DEAD in rule.guards else [R.active]
+
+
+def _unowned() -> CompoundSelect[Any]:
+    """Every run that waits, queued or vacant: one arm for each partial index. An OR of the two is, for SQLite, a scan
+    of all runs that ever were."""
+    vacant = select(R.run_id).where(R.active, R.owner_worker_id.is_(null()))
+    return select(R.run_id).where(R.status == word(RunStatus.QUEUED)).union_all(vacant)
 
 
 # --- What follows from an ending ------------------------------------------------------------------------------------

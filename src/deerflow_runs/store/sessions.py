@@ -14,7 +14,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
-    Select,
+    Subquery,
     and_,
     bindparam,
     case,
@@ -198,12 +198,16 @@ def bury_strangers(connection: Connection, dialect: Dialect) -> int:
     return len(_burial(dialect).run(connection, {}).all())
 
 
+def _named() -> Subquery:
+    """The sessions that open runs name. One arm for each partial index: all in one would read every ended run too."""
+    owners = select(R.owner_worker_id.label("worker_id")).where(R.active, R.owner_worker_id.is_not(null()))
+    homes = select(R.home_worker_id.label("worker_id")).where(R.home_worker_id.is_not(null()))
+    return union(owners, homes.where(R.active), homes.where(R.status == word("queued"))).subquery("named")
+
+
 @cache
 def _burial(dialect: Dialect) -> Statement:
-    owners = select(R.owner_worker_id.label("worker_id")).where(R.active, R.owner_worker_id.is_not(null()))
-    waiting = R.status.in_([word("queued"), word("pending")])
-    homes = select(R.home_worker_id.label("worker_id")).where(waiting, R.home_worker_id.is_not(null()))
-    named = union(owners, homes).subquery("named")
+    named = _named()
     known = select(literal_column("1")).where(W.worker_id == named.c.worker_id).exists()
     zero, nothing = literal_column("0", BigInteger), word("")
     tombstone: dict[str, Any] = {
@@ -247,10 +251,8 @@ def forget_dead(connection: Connection, dialect: Dialect, kept_for: Micros) -> i
 
 @cache
 def _forgetting(dialect: Dialect) -> Statement:
-    named: Select[Any] = select(literal_column("1")).where(
-        R.status.in_([word("queued"), word("pending"), word("running")]),
-        (R.owner_worker_id == W.worker_id) | (R.home_worker_id == W.worker_id),
-    )
     old = W.dead_at + bindparam("p_kept", type_=BigInteger) < dialect.now
-    gone = delete(workers).where(W.state == word(SessionState.DEAD), old, ~named.exists())
+    gone = delete(workers).where(
+        W.state == word(SessionState.DEAD), old, W.worker_id.not_in(select(_named().c.worker_id))
+    )
     return Statement.of(gone.returning(W.worker_id))
