@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, delete
 
 from deerflow_runs.store import schema
 from deerflow_runs.store.dsn import parse_dsn
@@ -56,5 +56,6 @@ async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
 
 
 def _empty(connection: Connection) -> None:
-    names = sorted(name for name in schema.metadata.tables if name != schema.meta.name)
-    connection.execute(text(f"TRUNCATE {', '.join(names)}"))
+    for table in schema.metadata.sorted_tables:
+        if table is not schema.meta:
+            connection.execute(delete(table))

@@ -3,7 +3,7 @@ would leave, so that every guard can be asked alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol, final
 
 from sqlalchemy import Connection, insert, select
@@ -30,8 +30,11 @@ class Subject(Protocol):
     async def place(self, placed: Sequence[Run]) -> None:
         """Put operations there exactly as given, stored input apart."""
 
+    async def rows(self, run_ids: Collection[RunId]) -> dict[RunId, Run]:
+        """Those of the operations that are there, as they are kept, whatever their kind."""
+
     async def row(self, run_id: RunId) -> Run | None:
-        """The operation as it is kept, whatever its kind."""
+        """One of them."""
 
 
 @final
@@ -57,8 +60,12 @@ class ModelSubject:
             self._store.world.seq = max(self._store.world.seq, run.seq)
             self._store.world.turn = max(self._store.world.turn, run.turn or 0)
 
+    async def rows(self, run_ids: Collection[RunId]) -> dict[RunId, Run]:
+        """The operations as they are kept."""
+        return {run_id: self._store.world.runs[run_id] for run_id in run_ids if run_id in self._store.world.runs}
+
     async def row(self, run_id: RunId) -> Run | None:
-        """The operation as it is kept."""
+        """One of them."""
         return self._store.world.runs.get(run_id)
 
 
@@ -85,12 +92,15 @@ class SqlSubject:
         rows = [run_row(run) for run in placed]
         await self._units.transaction(lambda connection: _insert(connection, runs, rows))
 
+    async def rows(self, run_ids: Collection[RunId]) -> dict[RunId, Run]:
+        """The operations as they are kept."""
+        wanted = select(*whole()).where(runs.c.run_id.in_(run_ids))
+        found = await self._units.read(lambda connection: [to_run(row) for row in connection.execute(wanted)])
+        return {run.run_id: run for run in found}
+
     async def row(self, run_id: RunId) -> Run | None:
-        """The operation as it is kept."""
-        found = await self._units.read(
-            lambda connection: connection.execute(select(*whole()).where(runs.c.run_id == run_id)).one_or_none()
-        )
-        return None if found is None else to_run(found)
+        """One of them."""
+        return (await self.rows([run_id])).get(run_id)
 
 
 def _insert(connection: Connection, table: Any, rows: Sequence[dict[str, Any]]) -> None:
