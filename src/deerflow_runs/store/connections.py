@@ -289,7 +289,11 @@ def _engine(database: Postgres, limits: Limits) -> AsyncEngine:
     arguments["command_timeout"] = limits.command
     arguments.setdefault("prepared_statement_cache_size", STATEMENTS)
     return create_async_engine(
-        database.sqlalchemy_url(), connect_args=arguments, poolclass=NullPool, pool_reset_on_return=None
+        database.sqlalchemy_url(),
+        connect_args=arguments,
+        poolclass=NullPool,
+        pool_reset_on_return=None,
+        hide_parameters=True,  # an error's text ends in logs, and a run's input is none of theirs
     )
 
 

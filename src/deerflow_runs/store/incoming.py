@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import isfinite
 from typing import Any, Final
 
 from deerflow_runs.errors import InvalidValue
@@ -18,6 +19,10 @@ from deerflow_runs.store.values import METADATA_BYTES, cut_text, model_name, rep
 
 MESSAGE_CHARACTERS: Final = 2000
 """The first human and the last AI message are kept to be shown in lists, not to be read."""
+
+LARGEST: Final = 2**31 - 1
+LARGEST_BIG: Final = 2**63 - 1
+"""What an integer column holds, and a big one."""
 
 
 def storable_newcomer(newcomer: Newcomer) -> Newcomer:
@@ -112,6 +117,8 @@ def storable_given(given: Given) -> Given:
         usage=_usage(given.usage),
         values=None if given.values is None else repaired(given.values, "values")[0],
         interrupts=None if given.interrupts is None else repaired(given.interrupts, "interrupts")[0],
+        base_heads={_clean(namespace): _clean(head) for namespace, head in given.base_heads.items()},
+        requirements=frozenset(map(_clean, given.requirements)),
         checkpoint=None if given.checkpoint is None else _clean(given.checkpoint)[:255],
         model_name=None if given.model_name is None else _clean(given.model_name).strip()[:128],
     )
@@ -120,11 +127,21 @@ def storable_given(given: Given) -> Given:
 def _usage(usage: Usage) -> Usage:
     return replace(
         usage,
+        input_tokens=_count(usage.input_tokens, LARGEST_BIG),
+        output_tokens=_count(usage.output_tokens, LARGEST_BIG),
+        total_tokens=_count(usage.total_tokens, LARGEST_BIG),
+        llm_calls=_count(usage.llm_calls, LARGEST),
+        message_count=_count(usage.message_count, LARGEST),
         by_model=_tokens(usage.by_model, "usage.by_model"),
         by_caller=_tokens(usage.by_caller, "usage.by_caller"),
         first_human_message=_message(usage.first_human_message),
         last_ai_message=_message(usage.last_ai_message),
     )
+
+
+def _count(number: object, largest: int) -> int:
+    """What a model's provider reports is not always a number, nor always one that a column holds."""
+    return min(max(int(number), 0), largest) if isinstance(number, int | float) and isfinite(number) else 0
 
 
 def _tokens(tokens: Mapping[str, int], path: str) -> dict[str, Any]:

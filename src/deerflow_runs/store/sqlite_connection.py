@@ -97,7 +97,11 @@ def sqlite_engine(database: Sqlite, *, clock: Clock, query_only: bool = False) -
     """An engine without a pool, whose connections begin and commit nothing by themselves."""
     arguments = database.connect_args() | {"factory": Driver, "isolation_level": None, "cached_statements": STATEMENTS}
     engine = create_engine(
-        database.sqlalchemy_url(), connect_args=arguments, poolclass=NullPool, isolation_level="AUTOCOMMIT"
+        database.sqlalchemy_url(),
+        connect_args=arguments,
+        poolclass=NullPool,
+        isolation_level="AUTOCOMMIT",
+        hide_parameters=True,  # an error's text ends in logs, and a run's input is none of theirs
     )
 
     # A flag is then rendered bare: SQLite does not see that "active = 1" implies an index's "WHERE active".

@@ -1,0 +1,60 @@
+"""What a run reports never keeps it from ending, and no error of a database shows what somebody stored."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from sqlalchemy.exc import DBAPIError
+
+from deerflow_runs.model import Session, Usage
+from deerflow_runs.protocol.lifecycle import Given, RunEvent
+from deerflow_runs.store.sql import SqlRunStore
+from deerflow_runs.store.units import Units
+from tests.contract.conftest import store, units  # noqa: F401 - fixtures
+from tests.contract.lives import ME, admitted, executed, happened, started
+from tests.rules import rule
+
+NONE = cast("Any", None)
+
+
+@rule("F06")
+@pytest.mark.parametrize(
+    ("reported", "kept"),
+    [
+        (Usage(input_tokens=2**70, llm_calls=2**40), Usage(input_tokens=2**63 - 1, llm_calls=2**31 - 1)),
+        (Usage(total_tokens=-5, message_count=3), Usage(message_count=3)),
+        (Usage(output_tokens=NONE, input_tokens=7), Usage(input_tokens=7)),
+        (Usage(output_tokens=cast("Any", float("nan")), input_tokens=7), Usage(input_tokens=7)),
+    ],
+)
+async def test_a_run_ends_as_it_did_whatever_it_counted(reported: Usage, kept: Usage, store: SqlRunStore) -> None:  # noqa: F811
+    await store.open_session(Session(ME))
+    run = await started(store, "a")
+    ended = await happened(store, run, RunEvent.SETTLE_SUCCESS, Given(usage=reported))
+    assert ended.usage == kept
+
+
+@rule("F06")
+async def test_a_run_starts_whatever_the_heads_before_it_are_called(store: SqlRunStore) -> None:  # noqa: F811
+    await store.open_session(Session(ME))
+    run = await admitted(store, "a")
+    begun = await happened(store, run, RunEvent.START, Given(base_heads={"inner\ud800": "1"}))
+    assert begun.base_heads == {"inner\N{REPLACEMENT CHARACTER}": "1"}
+
+
+@rule("F06")
+async def test_a_requirement_no_database_holds_defers_a_run_all_the_same(store: SqlRunStore) -> None:  # noqa: F811
+    await store.open_session(Session(ME))
+    run = await admitted(store, "a")
+    deferred = await happened(store, run, RunEvent.DEFER, Given(requirements=frozenset({"a\0"})))
+    assert deferred.required_capabilities == {"a\N{REPLACEMENT CHARACTER}"}
+
+
+@rule("F67")
+async def test_an_error_of_the_database_shows_no_input(units: Units, store: SqlRunStore) -> None:  # noqa: F811
+    await store.open_session(Session(ME))
+    await executed(units, "ALTER TABLE dr_runs DROP COLUMN last_ai_message")
+    with pytest.raises(DBAPIError) as caught:
+        await admitted(store, "a", kwargs={"input": "my secret"})
+    assert "my secret" not in str(caught.value)
