@@ -275,6 +275,8 @@ class SqlRunStore:
 
     async def promote(self, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.promote``."""
+        if limit < 1:
+            return ()
         for _ in range(events.TRIES):
             threads = await self._units.read(self._unit(reads.idle_threads_with_due_runs, limit))
             promoted = await self._promoted(threads) if threads else ()
@@ -304,9 +306,13 @@ class SqlRunStore:
 
     async def purge(self, *, before: Micros, limit: int) -> int:
         """See ``RunStore.purge``."""
+        if limit < 1:
+            return 0
         return len(await self._units.transaction(self._unit(endings.purge, before, limit)))
 
     async def _change(self, event: RunEvent, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
+        if limit < 1:  # a worker without a free slot; SQLite would take a negative limit for none
+            return ()
         how = self._units.once if self._dialect.writes_in_ctes else self._units.transaction
         return await how(self._unit(endings.change_batch, event, by, given, limit))
 
@@ -315,6 +321,8 @@ class SqlRunStore:
         return await how(event, by, given, limit)
 
     async def _end_many(self, event: RunEvent, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
+        if limit < 1:
+            return ()
         return await self._units.transaction(self._unit(endings.end_batch, event, by, given, limit))
 
     # --- Reads ------------------------------------------------------------------------------------------------------
