@@ -231,8 +231,22 @@ EFFECTS: Final = [
     change(
         "a hand-over costs an attempt",
         "I18",
-        "(*_HOLDER, G.NO_CANCEL),\n            (E.VACATE, E.READY_NOW),",
-        "(*_HOLDER, G.NO_CANCEL),\n            (E.COUNT_ATTEMPT, E.VACATE, E.READY_NOW),",
+        "(E.FORGIVE_ATTEMPTS, E.VACATE, E.READY_NOW)",
+        "(E.COUNT_ATTEMPT, E.VACATE, E.READY_NOW)",
+    ),
+    change(
+        "a hand-over forgets what was achieved",
+        "O30",
+        "(E.FORGIVE_ATTEMPTS, E.VACATE, E.READY_NOW)",
+        "(E.VACATE, E.READY_NOW)",
+        ("tests/protocol/test_forgiveness.py",),
+    ),
+    change(
+        "a take-back forgets what was achieved",
+        "O30",
+        "(E.FORGIVE_ATTEMPTS, E.MOVE_TO_ME)",
+        "(E.MOVE_TO_ME,)",
+        ("tests/protocol/test_forgiveness.py",),
     ),
     change(
         "a deferred run asks for nothing more",
@@ -396,8 +410,8 @@ REPEATS: Final = [
     change(
         "a repeated take-back is refused",
         "O8",
-        "            (E.MOVE_TO_ME,),\n            Repeat.MOVED_TO_ME,",
-        "            (E.MOVE_TO_ME,),",
+        "            (E.FORGIVE_ATTEMPTS, E.MOVE_TO_ME),\n            Repeat.MOVED_TO_ME,",
+        "            (E.FORGIVE_ATTEMPTS, E.MOVE_TO_ME),",
     ),
     change(
         "a copy goes on beside its own restore",

@@ -295,14 +295,14 @@ MUTATIONS: Final = [
     recovery(
         "progress does not forgive",
         "O30",
-        "return 1 if run.progress_epoch == run.epoch else run.attempt + 1",
+        "return 1 if made_progress(run) else run.attempt + 1",
         "return run.attempt + 1",
     ),
     recovery(
         "progress of any epoch forgives",
         "I9",
-        "return 1 if run.progress_epoch == run.epoch else",
-        "return 1 if run.progress_epoch is not None else",
+        "return run.progress_epoch == run.epoch\n",
+        "return run.progress_epoch is not None\n",
     ),
     recovery(
         "the last attempt is followed by another",
