@@ -7,7 +7,7 @@ snapshot, O7); SQLite does one after the other inside its transaction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, final
@@ -20,6 +20,7 @@ from sqlalchemy import (
     Delete,
     FromClause,
     Insert,
+    Row,
     Select,
     Text,
     Update,
@@ -68,7 +69,8 @@ from deerflow_runs.store.clauses import (
 )
 from deerflow_runs.store.dialect import Dialect
 from deerflow_runs.store.events import TRIES, explain
-from deerflow_runs.store.rows import narrow, to_run, whole
+from deerflow_runs.store.lenient import as_text, decoded, read_or_skip
+from deerflow_runs.store.rows import narrow, run_from, whole
 from deerflow_runs.store.schema import JsonText, base_writes, outbox, runs, threads
 from deerflow_runs.store.schema import events as event_log
 from deerflow_runs.store.statement import Statement
@@ -221,12 +223,15 @@ class Ending:
     """A change of runs with all that follows from it.
 
     ``chosen`` finds the rows first where the database cannot choose and change in one statement; ``followers`` are the
-    further changes where it cannot make them in the same statement either.
+    further changes where it cannot make them in the same statement either. ``alone``: it is asked for one run, and an
+    unreadable row is an error; of many it is changed like the others and left out of the answer, or no run could be
+    claimed or recovered beside it.
     """
 
     change: Statement
     followers: tuple[Statement, ...] = ()
     chosen: Statement | None = None
+    alone: bool = False
 
     def run(self, connection: Connection, bag: Mapping[str, Any]) -> tuple[Run, ...]:
         """Carry it out; the runs as they are afterwards (as they were, where their rows are gone)."""
@@ -235,18 +240,23 @@ class Ending:
             bag["p_ids"] = self.chosen.run(connection, bag).scalars().all()
             if not bag["p_ids"]:
                 return ()
-        changed = tuple(to_run(row) for row in self.change.run(connection, bag))
-        bag["p_ids"] = [run.run_id for run in changed]
-        for follower in self.followers if changed else ():
+        rows = self.change.run(connection, bag).all()
+        bag["p_ids"] = [row.run_id for row in rows]
+        for follower in self.followers if rows else ():
             follower.run(connection, bag)
-        return changed
+        return tuple(run_from(decoded(row)) for row in rows) if self.alone else _readable(rows)
+
+
+def _readable(rows: Iterable[Row[Any]]) -> tuple[Run, ...]:
+    read = (read_or_skip(run_from, row, "run_id") for row in rows)
+    return tuple(run for run in read if run is not None)
 
 
 @cache
 def _ending_of_one(event: RunEvent, dialect: Dialect, shape: Shape, nobody_waits: bool) -> Ending:  # noqa: FBT001 - cached
     rule = TRANSITIONS[event]
     alone = [~R.queue_behind, R.cancel_action.is_(null())] if nobody_waits else []
-    return _with_followers(event, dialect, shape, at_key(), guards(rule, dialect), *alone)
+    return replace(_with_followers(event, dialect, shape, at_key(), guards(rule, dialect), *alone), alone=True)
 
 
 @cache
@@ -264,7 +274,7 @@ def _ending_of_many(event: RunEvent, dialect: Dialect, shape: Shape) -> Ending:
 @cache
 def _change_of_many(event: RunEvent, dialect: Dialect, shape: Shape) -> Ending:
     columns = whole() if event is RunEvent.CLAIM else narrow()
-    changes = update(runs).values(assignments(TRANSITIONS[event], dialect, shape)).returning(*columns)
+    changes = update(runs).values(assignments(TRANSITIONS[event], dialect, shape)).returning(*as_text(columns))
     if dialect.writes_in_ctes:
         return Ending(Statement.of(changes.where(_id_in_chosen(event, dialect))))
     return Ending(Statement.of(changes.where(_id_in_list())), chosen=_chosen(event, dialect))
@@ -273,7 +283,7 @@ def _change_of_many(event: RunEvent, dialect: Dialect, shape: Shape) -> Ending:
 def _with_followers(event: RunEvent, dialect: Dialect, shape: Shape, *where: ColumnElement[bool]) -> Ending:
     rule = TRANSITIONS[event]
     change: Any = delete(runs) if rule.target is Into.GONE else update(runs).values(assignments(rule, dialect, shape))
-    change = change.where(*where).returning(*narrow())
+    change = change.where(*where).returning(*as_text(narrow()))
     if not dialect.writes_in_ctes:
         ended: FromClause = select(runs).where(_id_in_list()).subquery("ended")
         return Ending(Statement.of(change), tuple(map(Statement.of, followers(event, ended, _id_list(), dialect))))
@@ -459,12 +469,12 @@ def promote(connection: Connection, dialect: Dialect, thread_ids: Sequence[str])
     else:
         found = (_promote_one(dialect).run(connection, {"p_thread": thread_id}) for thread_id in thread_ids)
         rows = [row for result in found for row in result]
-    return tuple(to_run(row) for row in rows)
+    return _readable(rows)
 
 
 def _promotion(dialect: Dialect) -> Any:
     rule = TRANSITIONS[RunEvent.PROMOTE]
-    changes = update(runs).values(assignments(rule, dialect, Shape())).returning(*narrow())
+    changes = update(runs).values(assignments(rule, dialect, Shape())).returning(*as_text(narrow()))
     return changes.where(R.status == word(RunStatus.QUEUED), ~thread_active())
 
 
