@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import sqlite3
 import threading
@@ -359,7 +360,9 @@ async def test_a_store_that_nobody_holds_any_more_takes_its_threads_along(sqlite
     assert {thread.daemon for thread in threads} == {True}
     with no_complaints():
         del units
-        await asyncio.sleep(0)  # the loop still holds what it woke us with
+        for _ in range(10):  # the loop still holds what it woke us with
+            await asyncio.sleep(0)
+        gc.collect()
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
