@@ -77,14 +77,18 @@ def _raising(dialect: Dialect) -> Statement:
     return Statement.of(raised.returning(fence.c.thread_id))
 
 
-def passes(connection: Connection, thread_id: str, turn: int, epoch: int) -> bool:
-    """In a foreign database: whether (turn, epoch) may write now."""
+def passes(connection: Connection, dialect: Dialect, thread_id: str, turn: int, epoch: int) -> bool:
+    """In a foreign database: whether (turn, epoch) may write now, locked until the transaction ends where the database
+    can lock rows. Only inside a transaction that also makes the write: a new owner could raise the fence in between."""
     bag = {"p_thread": thread_id, "p_turn": turn, "p_epoch": epoch}
-    return connection.execute(_PASSES, bag).first() is not None
+    return _passes(dialect).run(connection, bag).first() is not None
 
 
-_PASSES: Final = select(fence.c.thread_id).where(
-    fence.c.thread_id == bindparam("p_thread"),
-    fence.c.turn == bindparam("p_turn", type_=BigInteger),
-    fence.c.epoch == bindparam("p_epoch", type_=BigInteger),
-)
+@cache
+def _passes(dialect: Dialect) -> Statement:
+    found = select(fence.c.thread_id).where(
+        fence.c.thread_id == bindparam("p_thread"),
+        fence.c.turn == bindparam("p_turn", type_=BigInteger),
+        fence.c.epoch == bindparam("p_epoch", type_=BigInteger),
+    )
+    return Statement.of(dialect.share_lock(found))

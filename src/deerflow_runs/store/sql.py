@@ -245,7 +245,7 @@ class SqlRunStore:
             run = await self._units.once(self._unit(endings.end_optimistically, key, event, by, given))
             if run is not None:
                 return Applied(run)
-        return await self._units.transaction(self._unit(endings.end_locked, key, event, by, given))
+        return await self._ending(self._unit(endings.end_locked, key, event, by, given))
 
     # --- Sets -------------------------------------------------------------------------------------------------------
 
@@ -323,7 +323,17 @@ class SqlRunStore:
     async def _end_many(self, event: RunEvent, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         if limit < 1:
             return ()
-        return await self._units.transaction(self._unit(endings.end_batch, event, by, given, limit))
+        return await self._ending(self._unit(endings.end_batch, event, by, given, limit))
+
+    async def _ending(self, unit: Unit[T]) -> T:
+        """What ends a waiting run, or promotes one, on a thread that nobody holds may lose the thread to a newcomer, as
+        ``_promoted`` may: then all of it again, with a look that sees who it was."""
+        for _ in range(events.TRIES - 1):
+            try:
+                return await self._units.transaction(unit)
+            except IntegrityError:
+                continue
+        return await self._units.transaction(unit)
 
     # --- Reads ------------------------------------------------------------------------------------------------------
 
