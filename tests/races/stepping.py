@@ -15,7 +15,7 @@ from sqlalchemy import Connection, NullPool, event
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.util import await_only
 
-from deerflow_runs.store.connections import PostgresUnits
+from deerflow_runs.store.connections import Limits, PostgresUnits
 from deerflow_runs.store.database import Postgres, Sqlite
 from deerflow_runs.store.dialect import Dialect
 from deerflow_runs.store.dsn import parse_dsn
@@ -215,7 +215,7 @@ class _GatedUnits:
 class PostgresSteps:
     """One connection on which every statement, and every COMMIT, is a step."""
 
-    def __init__(self, dsn: str, observer: Observer) -> None:
+    def __init__(self, dsn: str, observer: Observer, limits: Limits | None = None) -> None:
         database = parse_dsn(dsn)
         assert isinstance(database, Postgres)
         self.gate = Gate()
@@ -225,7 +225,7 @@ class PostgresSteps:
             database.sqlalchemy_url(), connect_args=database.connect_args(), poolclass=NullPool
         )
         event.listen(self._engine.sync_engine, "before_cursor_execute", self._stop)
-        below = PostgresUnits(database, engine=self._engine, connections=1, policy=ONCE)
+        below = PostgresUnits(database, engine=self._engine, connections=1, limits=limits, policy=ONCE)
         self.units = _GatedUnits(below, self.gate, units_are_steps=False)
 
     async def open(self) -> None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import asyncpg
-from sqlalchemy import Connection, delete, insert, select, text, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from deerflow_runs.model import (
+    ACTIVE,
+    TERMINAL,
     Micros,
     OnOrphan,
     Run,
@@ -30,6 +32,7 @@ from deerflow_runs.model import (
 from deerflow_runs.protocol.admission import Newcomer
 from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, TRANSITIONS, Actor, Given, RunEvent
 from deerflow_runs.store import endings
+from deerflow_runs.store.events import attempt
 from deerflow_runs.store.rows import to_run, whole
 from deerflow_runs.store.schema import base_writes, events, fence, outbox, runs, threads, workers
 from deerflow_runs.store.units import Units
@@ -110,6 +113,13 @@ def apply(run: Run, event: RunEvent, worker_id: WorkerId = ME, given: Given = NO
     return lambda player: player.store.apply(run.key, event, by, given)
 
 
+def held_open(run: Run, event: RunEvent, worker_id: WorkerId = ME, given: Given = NOTHING_GIVEN, **actor: Any) -> Verb:
+    """The same in a transaction of its own, so that its commit is a step."""
+    by = Actor(worker_id, **{"epoch": run.epoch} | actor)
+    how = endings.end_locked if TRANSITIONS[event].ends else attempt
+    return lambda player: player.transaction(how, run.key, event, by, given)
+
+
 def sweep(event: RunEvent, worker_id: WorkerId = OTHER, limit: int = 10, **given: Any) -> Verb:
     """Let one event happen to whatever the table allows it for, as a sweep does."""
     by = Actor(worker_id)
@@ -133,18 +143,32 @@ THREAD_ROW: Final[Mapping[str, Any]] = {
 RECEIPT_ROW: Final[Mapping[str, Any]] = {"kind": "receipt", "payload": {}, "attempts": 0, "not_before": PAST}
 EVERYTHING: Final = (workers, runs, base_writes, threads, events, outbox, fence)
 
-WRONG: Final = text(
-    """
-    SELECT
-      (SELECT count(*) FROM (SELECT 1 FROM dr_runs WHERE active GROUP BY thread_id HAVING count(*) > 1) AS doubled)
-        AS doubled,
-      (SELECT count(*) FROM dr_runs AS q WHERE q.status = 'queued' AND q.due_at <= q.created_at + 1000
-        AND NOT EXISTS (SELECT 1 FROM dr_runs AS a WHERE a.thread_id = q.thread_id AND a.active)) AS stranded,
-      (SELECT count(*) FROM dr_runs AS r LEFT JOIN dr_outbox AS o ON o.run_id = r.run_id AND o.kind = 'receipt'
-        WHERE (r.settled_at IS NOT NULL) <> (o.run_id IS NOT NULL)) AS unreceipted
-    """
+KEPT: Final = tuple(
+    runs.c[name]
+    for name in (
+        "run_id",
+        "thread_id",
+        "status",
+        "epoch",
+        "owner_worker_id",
+        "home_worker_id",
+        "queue_behind",
+        "cancel_action",
+        "attempt",
+        "superseded_by",
+        "settled_by",
+        "stop_reason",
+    )
 )
-"""Threads with two active runs (I1), never delayed runs that nothing will promote (I7), ends without receipt (O28)."""
+"""What makes a difference to what may happen next."""
+
+HAS_RECEIPT: Final = (
+    select(outbox.c.run_id).where(outbox.c.run_id == runs.c.run_id, outbox.c.kind == "receipt").exists()
+)
+LOOKED_AT: Final = select(
+    *KEPT, runs.c.turn, runs.c.operation_kind, runs.c.created_at, runs.c.due_at, HAS_RECEIPT.label("receipt")
+).order_by(runs.c.due_at, runs.c.seq)
+WHO_LIVES: Final = select(workers.c.worker_id, workers.c.state, workers.c.beat)
 
 
 @dataclass
@@ -157,7 +181,7 @@ class World:
     players: Sequence[Player]
 
     def __post_init__(self) -> None:
-        self._before: dict[str, Run] = {}
+        self._before: dict[str, Any] = {}
 
     async def every_order(
         self, scene: Sequence[Run], verbs: Sequence[Verb], verdict: Verdict, *, living: Sequence[Session] | None = None
@@ -213,15 +237,27 @@ class World:
 
     async def look(self) -> Hashable:
         """Look whether what is committed now may ever be seen. Returns it, as far as it could make a difference."""
-        wrong = await self.units.read(lambda connection: dict(connection.execute(WRONG).one()._mapping))
-        assert not any(wrong.values()), wrong
-        now = await self.rows()
-        for run_id, run in self._before.items():
+        rows, people = await self.units.read(
+            lambda connection: (connection.execute(LOOKED_AT).all(), connection.execute(WHO_LIVES).all())
+        )
+        _check(rows)
+        now: dict[str, Any] = {row.run_id: row for row in rows}
+        for run_id, row in self._before.items():
             if run_id in now:
-                assert now[run_id].epoch >= run.epoch, f"I4: {now[run_id]} was {run}"
-                assert not run.terminal or now[run_id] == run, f"I5: {now[run_id]} was {run}"
+                assert now[run_id].epoch >= row.epoch, f"I4: {now[run_id]} was {row}"
+                assert row.status not in TERMINAL or now[run_id] == row, f"I5: {now[run_id]} was {row}"
         self._before = now
-        return frozenset(map(_kept, now.values())), tuple(in_queue(now))
+        order = tuple(row.run_id for row in rows if row.status == "queued")
+        return frozenset((*row[: len(KEPT)], row.turn is None) for row in rows), order, frozenset(map(tuple, people))
+
+
+def _check(rows: Sequence[Any]) -> None:
+    """What no state may ever look like."""
+    active = [row.thread_id for row in rows if row.status in ACTIVE]
+    assert len(set(active)) == len(active), f"I1: {rows}"
+    waiting = {row.thread_id for row in rows if row.status == "queued" and row.due_at <= row.created_at + 1000}
+    assert waiting <= set(active), f"I7: {rows}"
+    assert all(bool(row.receipt) == (row.status in TERMINAL) for row in rows), f"O28: {rows}"
 
 
 @asynccontextmanager
@@ -244,20 +280,6 @@ async def _observer(dsn: str, stack: AsyncExitStack) -> Observer:
 
 def _scope(run: Run) -> str:
     return Newcomer(run_id=run.run_id, thread_id=run.thread_id, worker_id=ME).idempotency_scope
-
-
-def _kept(run: Run) -> Hashable:
-    names = (
-        "run_id",
-        "status",
-        "epoch",
-        "owner_worker_id",
-        "home_worker_id",
-        "queue_behind",
-        "cancel_action",
-        "attempt",
-    )
-    return (*(getattr(run, name) for name in names), run.turn is None, run.superseded_by, run.settled_by)
 
 
 # --- Reading the rows -----------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ from tests.races.support import (
 )
 from tests.rules import rule
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 HELD: Final = running("held")
 BEFORE_QUEUE: Final = running("held", queue_behind=True)
 RESERVED: Final = pending("held", kind=OperationKind.CHECKPOINT_WRITE)

@@ -52,6 +52,8 @@ from tests.races.support import (
 )
 from tests.rules import rule
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 HELD: Final = running("held")
 ORPHAN: Final = running("held", owner_worker_id=DEAD)
 LATE: Final = apply(ORPHAN, RunEvent.SETTLE_SUCCESS, DEAD)
