@@ -8,14 +8,14 @@ from typing import Any, Final
 import pytest
 from sqlalchemy import Connection, event
 
-from deerflow_runs.model import Micros, Session
+from deerflow_runs.model import Micros, OnOrphan, Session, WorkerId
 from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, RunEvent
 from deerflow_runs.store import endings, sessions
 from deerflow_runs.store.dialect import POSTGRES, SQLITE, Dialect
 from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.store.units import Units, open_units
-from tests.contract.lives import ME, OTHER, ended, started
+from tests.contract.lives import ME, OTHER, ended, names, started
 from tests.contract.plans import add_history, plans
 from tests.rules import rule
 
@@ -37,6 +37,10 @@ QUESTIONS: Final[dict[str, Question]] = {
     "is there anything to take over": lambda connection, dialect: endings.possible(
         connection, dialect, endings.TAKE_OVERS, BY, NOTHING_GIVEN
     ),
+    "fail orphans": ending(RunEvent.TAKE_OVER_FAIL),
+    "release orphans": ending(RunEvent.TAKE_OVER_RELEASE),
+    "resume orphans": changed(RunEvent.TAKE_OVER_RESUME),
+    "force": ending(RunEvent.FORCE),
     "fail what waits": ending(RunEvent.TAKE_OVER_FAIL_WAITING),
     "free what waits": changed(RunEvent.TAKE_OVER_RESUME_WAITING),
     "re-home": changed(RunEvent.RE_HOME),
@@ -97,3 +101,16 @@ async def test_no_sweep_reads_the_whole_table_of_runs_on_postgres(postgres_dsn: 
     for name, question in QUESTIONS.items():
         for plan in await plans(postgres_dsn, lambda connection, ask=question: ask(connection, POSTGRES)):  # type: ignore[misc]
             assert plan.rows_read("dr_runs") <= FEW, name
+
+
+@rule("O26")
+async def test_a_sweep_recovers_the_oldest_whatever_the_runs_are_called(dsn: str) -> None:
+    units = await populated(dsn)
+    store = SqlRunStore(units)
+    third = WorkerId("host:third")
+    await store.open_session(Session(third))
+    for run_id in ("zz", "aa"):
+        await started(store, run_id, f"of {run_id}", worker_id=third, on_orphan=OnOrphan.RESUME)
+    await store.close_session(third)
+    assert names((await store.take_over(BY, NOTHING_GIVEN, 1)).resumed) == ["zz"]
+    await units.close()

@@ -149,7 +149,7 @@ def _ends_waiting(event: RunEvent) -> bool:
 
 @cache
 def _threads_concerned(event: RunEvent, dialect: Dialect) -> Statement:
-    found = select(R.thread_id).where(guards(TRANSITIONS[event], dialect), *_narrowing(event)).order_by(R.run_id)
+    found = select(R.thread_id).where(guards(TRANSITIONS[event], dialect), *_narrowing(event)).order_by(R.seq)
     return Statement.of(found.limit(bindparam("p_limit", type_=BigInteger)))
 
 
@@ -317,7 +317,8 @@ def _candidates(event: RunEvent, dialect: Dialect) -> Select[Any]:
     found = select(R.run_id).where(guards(_rule_of_many(event), dialect), *_narrowing(event))
     if _ends_waiting(event) and dialect.writes_in_ctes:
         found = found.where(R.thread_id == func.any(bindparam("p_threads", type_=ARRAY(Text))))
-    order = (R.not_before, R.run_id) if event is RunEvent.CLAIM else (R.run_id,)
+    # Not by run id: whoever asks chooses those, and SQLite would go through all runs in their order.
+    order = (R.not_before, R.run_id) if event is RunEvent.CLAIM else (R.seq,)
     limited = found.order_by(*order).limit(bindparam("p_limit", type_=BigInteger))
     return limited.with_for_update(skip_locked=True, of=runs, key_share=True).correlate(None)
 
