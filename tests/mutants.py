@@ -203,9 +203,12 @@ def red_without_mutation(tests: Sequence[tuple[str, ...]], project: Path) -> lis
 
 
 def main(words: Sequence[str]) -> int:
-    """Exit code 0 if every chosen mutation is killed by tests that are green without it."""
+    """Exit code 0 if every chosen mutation is killed by tests that are green without it, 2 if none was chosen."""
     options = arguments(words)
     chosen = choose(all_mutations(), options.names, quick=options.quick)
+    if not chosen:
+        print("no mutation is called so; --list says which there are")
+        return 2
     if options.list:
         print("\n".join(f"{mutation.name}  [{mutation.rule}]" for mutation in chosen))
         return 0
@@ -218,7 +221,7 @@ def main(words: Sequence[str]) -> int:
         outcomes = [report(result) for result in results([Job(m.tests, m) for m in chosen], project)]
     passed = outcomes.count(Outcome.KILLED)
     print(f"{passed} passed, {len(outcomes) - passed + len(red)} failed")
-    return 0 if passed == len(chosen) > 0 and not red else 1
+    return 0 if passed == len(chosen) and not red else 1
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:

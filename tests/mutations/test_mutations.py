@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deerflow_runs.protocol.lifecycle import TRANSITIONS
-from tests.mutants import ROOT, Job, Outcome, Result, judge, mutated
+from tests.mutants import ROOT, Job, Outcome, Result, choose, judge, main, mutated
 from tests.mutations import DropGuard, Mutation, all_mutations
 
 MUTATIONS = all_mutations()
@@ -42,3 +42,12 @@ def test_every_guard_of_the_table_is_dropped_once() -> None:
 )
 def test_only_a_red_test_kills(code: int | None, outcome: Outcome) -> None:
     assert judge(Result(Job(("tests",)), code, 0.0)) is outcome
+
+
+def test_a_name_that_fits_nothing_runs_nothing() -> None:
+    assert main(["no mutation has this name"]) == 2
+
+
+def test_the_quick_ones_are_those_of_the_protocol() -> None:
+    quick = choose(MUTATIONS, [], quick=True)
+    assert set(MUTATIONS) > set(quick) > {mutation for mutation in MUTATIONS if isinstance(mutation, DropGuard)}
