@@ -36,7 +36,8 @@ from deerflow_runs.protocol.admission import (
     Wait,
     plan_admission,
 )
-from deerflow_runs.protocol.lifecycle import TRANSITIONS, Actor, Facts, Given, RunEvent
+from deerflow_runs.protocol.decision import Actor, Facts, Given
+from deerflow_runs.protocol.lifecycle import TRANSITIONS, RunEvent
 from deerflow_runs.store.base import Admitted
 from deerflow_runs.store.clauses import (
     R,
@@ -253,19 +254,24 @@ def admit_locked(connection: Connection, dialect: Dialect, newcomer: Newcomer, g
         case Enter():
             return Admitted(_insert_or_again(connection, dialect, newcomer, _entering(dialect, newcomer.take, None)))
         case Wait(behind):
-            return Admitted(_queue_up(connection, dialect, newcomer, behind), behind)
+            return _queue_up(connection, dialect, newcomer, behind)
         case Displace():
             return _displace(connection, dialect, newcomer, plan)
         case _:
             return plan
 
 
-def _queue_up(connection: Connection, dialect: Dialect, newcomer: Newcomer, behind: Run | None) -> Run:
-    bag = {"p_thread": newcomer.thread_id}
-    if behind is not None and _flag(dialect, unless_cleared=False).run(connection, bag).one_or_none() is None:
-        raise StartAgain
+def _queue_up(connection: Connection, dialect: Dialect, newcomer: Newcomer, behind: Run | None) -> Admitted:
+    incumbent = None
+    if behind is not None:
+        bag = {"p_thread": newcomer.thread_id}
+        row = _flag(dialect, unless_cleared=False).run(connection, bag).one_or_none()
+        if row is None:
+            raise StartAgain
+        incumbent = to_run(row)
     # Counted again: who queues behind an incumbent holds its row and not the lock (O2).
-    return _insert_or_again(connection, dialect, newcomer, _queueing(dialect, newcomer.max_queued is not None))
+    queueing = _queueing(dialect, newcomer.max_queued is not None)
+    return Admitted(_insert_or_again(connection, dialect, newcomer, queueing), incumbent)
 
 
 def _displace(connection: Connection, dialect: Dialect, newcomer: Newcomer, plan: Displace) -> Admitted:
