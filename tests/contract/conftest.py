@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
 import pytest
-from sqlalchemy import Connection, delete
 
-from deerflow_runs.store import schema
 from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.store.units import Units, open_units
 from deerflow_runs.testing.contract import ModelSubject, SqlSubject, Subject
 from deerflow_runs.testing.postgres import PostgresServer
+from tests.contract.emptying import emptied
 
 
 @pytest.fixture
@@ -50,12 +49,6 @@ async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
     opened = open_units(parse_dsn(cast("str", request.getfixturevalue(shared[request.param]))))
     await opened.open()
     if request.param == "postgres":
-        await opened.transaction(_empty)
+        await emptied(opened)
     yield SqlSubject(SqlRunStore(opened), opened)
     await opened.close()
-
-
-def _empty(connection: Connection) -> None:
-    for table in schema.metadata.sorted_tables:
-        if table is not schema.meta:
-            connection.execute(delete(table))

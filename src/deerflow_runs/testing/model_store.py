@@ -25,17 +25,9 @@ from deerflow_runs.model import (
     WorkerId,
 )
 from deerflow_runs.protocol.admission import Displace, Newcomer
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Decision, Given, Refused
 from deerflow_runs.protocol.judge import Verdict
-from deerflow_runs.protocol.lifecycle import (
-    NOTHING_GIVEN,
-    Actor,
-    Applied,
-    Decision,
-    Given,
-    Refusal,
-    Refused,
-    RunEvent,
-)
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.store import incoming
 from deerflow_runs.store.base import Admission, Admitted, CancelRequest, NotLive, Renewal, Renewed, Settlement, Swept
 from deerflow_runs.testing import world as worlds
@@ -157,17 +149,14 @@ class ModelStore:
 
     async def take_over(self, by: Actor, given: Given, limit: int) -> Swept:
         """See ``RunStore.take_over``."""
-        events = {
-            "ended": (RunEvent.TAKE_OVER_FAIL, RunEvent.TAKE_OVER_FAIL_WAITING),
-            "resumed": (RunEvent.TAKE_OVER_RESUME,),
-            "freed": (RunEvent.TAKE_OVER_RESUME_WAITING,),
-            "released": (RunEvent.TAKE_OVER_RELEASE,),
-        }
-        return Swept(**{name: self._each(kinds, by, given, limit) for name, kinds in events.items()})
+        done = {event: self._each(event, by, given, limit) for event in worlds.TAKE_OVERS}
+        ended = (*done[RunEvent.TAKE_OVER_FAIL], *done[RunEvent.TAKE_OVER_FAIL_WAITING])
+        freed = done[RunEvent.TAKE_OVER_RESUME_WAITING]
+        return Swept(ended, done[RunEvent.TAKE_OVER_RESUME], freed, done[RunEvent.TAKE_OVER_RELEASE])
 
     async def force(self, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.force``."""
-        return self._each((RunEvent.FORCE,), by, given, limit)
+        return self._each(RunEvent.FORCE, by, given, limit)
 
     async def promote(self, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.promote``."""
@@ -177,11 +166,11 @@ class ModelStore:
 
     async def re_home(self, by: Actor, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.re_home``."""
-        return self._each((RunEvent.RE_HOME,), by, NOTHING_GIVEN, limit)
+        return self._each(RunEvent.RE_HOME, by, NOTHING_GIVEN, limit)
 
     async def end_waiting(self, by: Actor, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.end_waiting``."""
-        return self._each((RunEvent.END_WAITING,), by, NOTHING_GIVEN, limit)
+        return self._each(RunEvent.END_WAITING, by, NOTHING_GIVEN, limit)
 
     async def hand_over(self, by: Actor, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.hand_over``."""
@@ -191,14 +180,12 @@ class ModelStore:
         decisions = [self.world.apply(run.run_id, RunEvent.HAND_OVER, actor) for run, actor in asked]
         return tuple(decision.run for decision in decisions if isinstance(decision, Applied))
 
-    def _each(self, events: Collection[RunEvent], by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
-        done: list[Run] = []
-        for run_id in sorted(self.world.runs):
-            for event in events:
-                if len(done) < limit and run_id in self.world.runs:
-                    decision = self.world.apply(run_id, event, by, given)
-                    done += [decision.run] if isinstance(decision, Applied) and not decision.repeated else []
-        return tuple(done)
+    def _each(self, event: RunEvent, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
+        """To every run that it may happen to, oldest first."""
+        oldest_first = sorted(self.world.runs.values(), key=lambda run: run.seq)
+        decisions = (self.world.apply(run.run_id, event, by, given) for run in oldest_first)
+        happened = (one.run for one in decisions if isinstance(one, Applied) and not one.repeated)
+        return tuple(islice(happened, limit))
 
     # --- Reads ------------------------------------------------------------------------------------------------------
 

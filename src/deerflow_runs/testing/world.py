@@ -38,20 +38,9 @@ from deerflow_runs.protocol.admission import (
     Wait,
     plan_admission,
 )
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Decision, Facts, Given, SessionFacts, decide
 from deerflow_runs.protocol.judge import How, Verdict
-from deerflow_runs.protocol.lifecycle import (
-    NOTHING_GIVEN,
-    TRANSITIONS,
-    Actor,
-    Applied,
-    Decision,
-    Facts,
-    Given,
-    Into,
-    RunEvent,
-    SessionFacts,
-    decide,
-)
+from deerflow_runs.protocol.lifecycle import TRANSITIONS, Into, RunEvent
 from deerflow_runs.testing.arrival import arrival
 
 BEGINNING: Final = Micros(0)
@@ -288,7 +277,7 @@ class World:
             self.turn = max(self.turn, after.turn or 0)
         if after.terminal and not before.terminal:
             self.receipts.append(Receipt.of(after))
-        if before.active and (gone or after.terminal):
+        if TRANSITIONS[event].frees:
             self._let_in_the_next(before, by)
 
     def _let_in_the_next(self, ended: Run, by: Actor) -> None:

@@ -12,7 +12,8 @@ from typing import Final, assert_never, final
 
 from deerflow_runs.model import EVERYONE, CancelAction, OnOrphan, Run, RunStatus, Strategy
 from deerflow_runs.protocol.admission import Deny
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Given, RunEvent
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Given
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Admission, Admitted
 from deerflow_runs.testing.contract.check import Checks
 from deerflow_runs.testing.contract.stage import AT_ONCE, HOUR, INSTANT, ME, OTHER, Stage, key

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Final
 
 from deerflow_runs.model import CancelAction, OnOrphan, Run, RunStatus, Usage, WorkerId
-from deerflow_runs.protocol.lifecycle import Actor, Given, Refusal, RunEvent
+from deerflow_runs.protocol.decision import Actor, Given
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.testing.contract.check import Checks
 from deerflow_runs.testing.contract.stage import AT_ONCE, HOUR, ME, OTHER, Stage, at, names, outcome
 

@@ -10,7 +10,8 @@ from typing import Final
 
 from deerflow_runs.errors import InvalidValue
 from deerflow_runs.model import EVERYONE, RunStatus, Usage
-from deerflow_runs.protocol.lifecycle import TRANSITIONS, Actor, Given, Refusal, Refused, RunEvent
+from deerflow_runs.protocol.decision import Actor, Given, Refused
+from deerflow_runs.protocol.lifecycle import TRANSITIONS, Refusal, RunEvent
 from deerflow_runs.store.base import Settlement
 from deerflow_runs.testing.contract.check import Checks
 from deerflow_runs.testing.contract.stage import ME, OTHER, Stage, at, key

@@ -15,7 +15,8 @@ from deerflow_runs.model import (
     Strategy,
     WorkerId,
 )
-from deerflow_runs.protocol.lifecycle import Actor, Given, Refusal, RunEvent
+from deerflow_runs.protocol.decision import Actor, Given
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.testing.contract.check import Checks
 from deerflow_runs.testing.contract.stage import INSTANT, ME, OTHER, Stage, key, names, outcome
 

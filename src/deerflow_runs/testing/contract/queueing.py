@@ -22,7 +22,8 @@ from deerflow_runs.model import (
     WorkerId,
 )
 from deerflow_runs.protocol.admission import DenyFull
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Given, Refusal, RunEvent
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Given
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.testing.contract.check import Checks
 from deerflow_runs.testing.contract.stage import AT_ONCE, HOUR, INSTANT, ME, OTHER, Stage, at, key, names
 

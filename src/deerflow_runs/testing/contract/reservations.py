@@ -6,7 +6,8 @@ from typing import Final
 
 from deerflow_runs.model import EVERYONE, OperationKind, RunStatus, WorkerId
 from deerflow_runs.protocol.admission import Deny
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Refusal, RunEvent
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.testing.contract.check import Checks
 from deerflow_runs.testing.contract.stage import HOUR, INSTANT, ME, OTHER, Stage, at, names
 

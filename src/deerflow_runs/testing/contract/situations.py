@@ -29,7 +29,8 @@ from deerflow_runs.model import (
     WorkerId,
     micros,
 )
-from deerflow_runs.protocol.lifecycle import Actor, Facts, Given, RunEvent, SessionFacts
+from deerflow_runs.protocol.decision import Actor, Facts, Given, SessionFacts
+from deerflow_runs.protocol.lifecycle import RunEvent
 
 HOUR: Final = micros(3600)
 LEASE: Final = micros(15)

@@ -26,8 +26,9 @@ from deerflow_runs.model import (
     micros,
 )
 from deerflow_runs.protocol.admission import Newcomer
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Given, Refused
 from deerflow_runs.protocol.judge import How, Verdict
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Applied, Given, Refusal, Refused, RunEvent
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.store.base import Admission, Admitted, OwnershipStore
 
 HOUR: Final = micros(3600)

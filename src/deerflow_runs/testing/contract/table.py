@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, final
 
 from deerflow_runs.model import Micros, Run, RunStatus
-from deerflow_runs.protocol.lifecycle import TRANSITIONS, Applied, Decision, Into, Refused, RunEvent, decide
+from deerflow_runs.protocol.decision import Applied, Decision, Refused, decide
+from deerflow_runs.protocol.lifecycle import TRANSITIONS, Into, RunEvent
 from deerflow_runs.testing.contract.situations import Situation, sessions, situations
 from deerflow_runs.testing.contract.subject import Subject
 
