@@ -14,7 +14,8 @@ from uuid import uuid4
 
 from deerflow_runs import OnOrphan, RunId, Session, SqlRunStore, Strategy, ThreadId, WorkerId, store_at
 from deerflow_runs.protocol.admission import Newcomer
-from deerflow_runs.protocol.lifecycle import Actor, Applied, Given, RunEvent
+from deerflow_runs.protocol.decision import Actor, Applied, Given
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Admitted
 
 THREAD = ThreadId(f"thread-{uuid4().hex[:6]}")

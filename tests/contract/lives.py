@@ -12,7 +12,8 @@ from sqlalchemy.util import await_only
 
 from deerflow_runs.model import Micros, OperationKind, Run, RunId, Strategy, ThreadId, WorkerId, micros
 from deerflow_runs.protocol.admission import Newcomer
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Applied, Given, RunEvent
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Given
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Admitted, OwnershipStore
 from deerflow_runs.store.units import Unit, Units
 

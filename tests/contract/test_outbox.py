@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from deerflow_runs.model import EVERYONE, Micros, OneUser, RunId, RunKey, RunStatus, Usage
-from deerflow_runs.protocol.lifecycle import Given, RunEvent
+from deerflow_runs.protocol.decision import Given
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store import outbox
 from deerflow_runs.store.base import OutboxKind
 from deerflow_runs.store.dsn import parse_dsn

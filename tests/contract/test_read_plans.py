@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection
 
 from deerflow_runs.model import EVERYONE, Micros, OneUser, RunId, RunKey, RunStatus, ThreadId
-from deerflow_runs.protocol.lifecycle import Actor, Given
+from deerflow_runs.protocol.decision import Actor, Given
 from deerflow_runs.store import outbox, reads, thread_search, threads
 from deerflow_runs.store.base import RunFilter
 from deerflow_runs.store.dialect import POSTGRES

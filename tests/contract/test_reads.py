@@ -26,7 +26,8 @@ from deerflow_runs.model import (
     Usage,
     WorkerId,
 )
-from deerflow_runs.protocol.lifecycle import Actor, Given, RunEvent
+from deerflow_runs.protocol.decision import Actor, Given
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store import reads
 from deerflow_runs.store.base import RunFilter
 from deerflow_runs.store.database import Sqlite

@@ -25,7 +25,8 @@ from deerflow_runs.model import (
     WorkerId,
 )
 from deerflow_runs.protocol.admission import Newcomer
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Given, Refusal, Refused, RunEvent
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Given, Refused
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.store import arrivals, thread_search, threads
 from deerflow_runs.store.dialect import POSTGRES
 from deerflow_runs.store.dsn import parse_dsn

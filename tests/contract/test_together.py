@@ -8,16 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from deerflow_runs.model import Micros, OnOrphan, Run, RunId, RunKey, RunStatus, Session, ThreadId, Usage, WorkerId
-from deerflow_runs.protocol.lifecycle import (
-    Actor,
-    Applied,
-    Decision,
-    Given,
-    Refusal,
-    Refused,
-    RunEvent,
-    decide,
-)
+from deerflow_runs.protocol.decision import Actor, Applied, Decision, Given, Refused, decide
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.store.base import Settlement
 from deerflow_runs.store.clauses import Shape
 from deerflow_runs.store.coalesce import Coalescer

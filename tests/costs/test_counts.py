@@ -9,7 +9,8 @@ import pytest
 
 from deerflow_runs import store_at
 from deerflow_runs.model import OnOrphan, Session, SessionState, ThreadId, Usage, WorkerId
-from deerflow_runs.protocol.lifecycle import Actor, Given, RunEvent
+from deerflow_runs.protocol.decision import Actor, Given
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Renewed, Settlement
 from deerflow_runs.store.database import Sqlite
 from deerflow_runs.store.dsn import parse_dsn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
@@ -12,7 +13,8 @@ from sqlalchemy import Connection, text
 
 from deerflow_runs.model import OnOrphan, RunId, Session, SessionState, ThreadId, WorkerId
 from deerflow_runs.protocol.admission import Newcomer
-from deerflow_runs.protocol.lifecycle import TRANSITIONS, Actor, Given, Into, RunEvent
+from deerflow_runs.protocol.decision import Actor, Given
+from deerflow_runs.protocol.lifecycle import TRANSITIONS, Into, RunEvent
 from deerflow_runs.store import arrivals, endings, events, sessions
 from deerflow_runs.store.dialect import POSTGRES
 from deerflow_runs.store.dsn import parse_dsn
@@ -32,7 +34,7 @@ Unit = Callable[[Connection], Any]
 @pytest.fixture(scope="module")
 def history_dsn(postgres_cluster: PostgresServer, postgres_template: str) -> Any:
     """A database with 100,000 ended runs, half of them on one thread, and a handful that are open."""
-    name = postgres_template.removesuffix("_template") + "_history"
+    name = f"{postgres_template.removesuffix('_template')}_{secrets.token_hex(6)}"
     dsn = postgres_cluster.create_database(name, template=postgres_template)
     asyncio.run(_fill(dsn))
     yield dsn

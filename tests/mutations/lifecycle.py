@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 from deerflow_runs.protocol.lifecycle import TRANSITIONS
 from tests.mutations import AnyMutation, DropGuard, Mutation
 
-LIFECYCLE = "src/deerflow_runs/protocol/lifecycle.py"
+FILES = ("src/deerflow_runs/protocol/lifecycle.py", "src/deerflow_runs/protocol/decision.py")
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = ("tests/protocol/test_lifecycle_rows.py",)
 _PROPERTY = "tests/protocol/test_lifecycle_properties.py::"
 _ORDER = "tests/protocol/test_orderings.py::"
@@ -22,8 +24,9 @@ GUARDS: Final[list[AnyMutation]] = [
 
 
 def change(name: str, rule: str, old: str, new: str, tests: tuple[str, ...] = ROWS) -> Mutation:
-    """One change of text in the table or in its readings."""
-    return Mutation(name, rule, LIFECYCLE, old, new, tests)
+    """One change of text in the table, or in its reading on values."""
+    in_table = old in (ROOT / FILES[0]).read_text(encoding="utf-8")
+    return Mutation(name, rule, FILES[0] if in_table else FILES[1], old, new, tests)
 
 
 SOURCES: Final = [
@@ -187,8 +190,8 @@ EFFECTS: Final = [
     change(
         "poison that is given back is not called so",
         "O30",
-        '{"stop_reason": StopReason.POISON.value if poison else given.stop_reason}',
-        '{"stop_reason": given.stop_reason}',
+        '{"stop_reason": StopReason.POISON.value if poison else given.stop_reason or _ORPHAN}',
+        '{"stop_reason": given.stop_reason or _ORPHAN}',
     ),
     change(
         "nobody signs an ending",
@@ -423,8 +426,8 @@ REPEATS: Final = [
     change(
         "a run of any later epoch was taken back",
         "I4",
-        "by.epoch is not None and run.epoch == by.epoch + 1",
-        "by.epoch is not None and run.epoch > by.epoch",
+        "by.epoch is not None and run.epoch == by.epoch + 1\n            return mine",
+        "by.epoch is not None and run.epoch > by.epoch\n            return mine",
     ),
     change(
         "a repeated re-homing is refused",

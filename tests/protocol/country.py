@@ -23,8 +23,9 @@ from deerflow_runs.model import (
     WorkerId,
 )
 from deerflow_runs.protocol.admission import Newcomer
+from deerflow_runs.protocol.decision import Actor, Applied, Decision, Given
 from deerflow_runs.protocol.judge import How, Verdict
-from deerflow_runs.protocol.lifecycle import Actor, Applied, Decision, Given, Refusal, RunEvent
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.protocol.recovery import being_restored
 from deerflow_runs.testing.world import Admitted, World
 

@@ -26,7 +26,8 @@ from deerflow_runs.model import (
     Usage,
     WorkerId,
 )
-from deerflow_runs.protocol.lifecycle import Actor, Applied, Facts, Given, RunEvent, SessionFacts
+from deerflow_runs.protocol.decision import Actor, Applied, Facts, Given, SessionFacts
+from deerflow_runs.protocol.lifecycle import RunEvent
 from tests.protocol.situations import BACKOFF, GRACE, LEASE, ME, NOW, OLD, OTHER, Situation
 
 T = TypeVar("T")

@@ -23,7 +23,8 @@ from deerflow_runs.model import (
     Usage,
     WorkerId,
 )
-from deerflow_runs.protocol.lifecycle import Actor, Decision, Facts, Given, RunEvent, SessionFacts, decide
+from deerflow_runs.protocol.decision import Actor, Decision, Facts, Given, SessionFacts, decide
+from deerflow_runs.protocol.lifecycle import RunEvent
 
 ME, OTHER, OLD = WorkerId("me"), WorkerId("other"), WorkerId("old")
 NOW: Final = Micros(1_000_000_000)

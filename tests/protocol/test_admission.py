@@ -42,7 +42,8 @@ from deerflow_runs.protocol.admission import (
     Wait,
     plan_admission,
 )
-from deerflow_runs.protocol.lifecycle import Actor, Facts, Given, RunEvent, SessionFacts
+from deerflow_runs.protocol.decision import Actor, Facts, Given, SessionFacts
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.testing.world import Admitted, World
 from tests.protocol.situations import (
     FAIL,

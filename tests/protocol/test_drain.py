@@ -23,8 +23,9 @@ from deerflow_runs.model import (
     ThreadId,
     WorkerId,
 )
+from deerflow_runs.protocol.decision import Actor, Applied, Facts, decide
 from deerflow_runs.protocol.drain import GRACE_SHARE, LEAST, ORDER, SHARES, DrainPlan, Parting, Step, parting
-from deerflow_runs.protocol.lifecycle import Actor, Applied, Facts, RunEvent, decide
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.protocol.trust import BootSeconds
 from tests.rules import rule
 

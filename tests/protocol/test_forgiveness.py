@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deerflow_runs.protocol.lifecycle import Applied, RunEvent
+from deerflow_runs.protocol.decision import Applied
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.protocol.recovery import used_up
 from tests.protocol.situations import HAPPENS
 from tests.rules import rule

@@ -24,7 +24,8 @@ from deerflow_runs.model import (
     ThreadId,
 )
 from deerflow_runs.protocol.admission import Newcomer
-from deerflow_runs.protocol.lifecycle import Actor, Applied, Decision, Given, Refused, RunEvent, SessionFacts
+from deerflow_runs.protocol.decision import Actor, Applied, Decision, Given, Refused, SessionFacts
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.testing.world import World
 from tests.protocol.looks import any_looks, happened, looks, worker
 from tests.protocol.situations import LEASE, ME, NOW, E, Situation
@@ -210,7 +211,7 @@ def test_a_cancelled_run_is_neither_started_nor_offered_to_anybody_again(look: S
 @many
 @given(looks())
 def test_any_run_that_is_not_over_can_be_cancelled_by_anybody_in_one_way(look: Situation) -> None:
-    ways = {event for event, _, _ in happened(look)} & {E.REQUEST_CANCEL, E.CANCEL_QUEUED}
+    ways = {event for event, _, repeated in happened(look) if not repeated} & {E.REQUEST_CANCEL, E.CANCEL_QUEUED}
     assert len(ways) == (0 if look.run.terminal or look.run.reservation else 1)
 
 
@@ -274,7 +275,7 @@ def test_a_take_back_asked_again_is_a_yes_unless_the_run_is_being_restored(look:
 def test_a_repetition_is_only_ever_answered_to_whoever_did_it(look: Situation) -> None:
     for event, after, repeated in happened(look):
         if repeated:
-            assert event in REPEATABLE | {E.TAKE_BACK}
+            assert event in REPEATABLE | {E.TAKE_BACK, E.CANCEL_QUEUED, E.FORCE, E.GIVE_BACK_FAIL}
             did_it = after.settled_by if after.terminal else after.owner_worker_id
             assert did_it == look.by.worker_id or (event is E.RE_HOME and after.home_worker_id == look.by.worker_id)
 
@@ -326,7 +327,8 @@ def test_no_row_is_a_dead_end_for_the_last_worker_alive(look: Situation) -> None
 def test_a_sweep_never_has_to_choose_what_to_do_with_an_orphan(look: Situation) -> None:
     left = all_others_dead(look)
     if left.run.owner_worker_id not in (None, ME):
-        assert len({event for event, _, _ in happened(left)} & SWEEP) == (0 if left.run.terminal else 1)
+        due = {event for event, _, repeated in happened(left) if not repeated} & SWEEP
+        assert len(due) == (0 if left.run.terminal else 1)
 
 
 @rule("O12")

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from deerflow_runs.model import ACTIVE, TERMINAL, Micros, OperationKind, Run, RunStatus, SessionState, Usage
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Applied, Facts, Refusal, Refused, RunEvent, decide
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Facts, Refused, decide
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from tests.protocol.situations import (
     DRAINING,
     FAIL,
@@ -262,6 +263,7 @@ NOS: list[No] = [
     *no_cancel(E.GIVE_BACK_FAIL),
     *no_cancel(E.GIVE_BACK_RESUME),
     no(E.DEFER, "a checkpoint of this epoch", Refusal.RECORDED, progress_epoch=4),
+    no(E.DEFER, "nothing new is required", Refusal.NOTHING_NEW, required_capabilities=frozenset({"disk", "gpu"})),
     no(E.GIVE_BACK_FAIL, "it is to be resumed", Refusal.OTHER_POLICY, on_orphan=RESUME),
     no(E.GIVE_BACK_RESUME, "it is to fail", Refusal.OTHER_POLICY, on_orphan=FAIL),
     no(E.GIVE_BACK_RESUME, "attempts used up", Refusal.OTHER_POLICY, attempt=3),

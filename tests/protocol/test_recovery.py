@@ -24,7 +24,8 @@ from deerflow_runs.model import (
     WorkerId,
     micros,
 )
-from deerflow_runs.protocol.lifecycle import Actor, Applied, Facts, RunEvent, SessionFacts, decide
+from deerflow_runs.protocol.decision import Actor, Applied, Facts, SessionFacts, decide
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.protocol.recovery import (
     Recovery,
     ResumeBudget,

@@ -30,7 +30,8 @@ from deerflow_runs.model import (
     micros,
 )
 from deerflow_runs.protocol.admission import Newcomer
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, TRANSITIONS, Actor, Given, RunEvent
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Given
+from deerflow_runs.protocol.lifecycle import TRANSITIONS, RunEvent
 from deerflow_runs.store import endings
 from deerflow_runs.store.events import attempt
 from deerflow_runs.store.rows import to_run, whole

@@ -9,7 +9,8 @@ import pytest
 
 from deerflow_runs.model import CancelAction, Micros, OnOrphan, OperationKind, Run, RunId, RunStatus, Strategy
 from deerflow_runs.protocol.admission import Clash, Deny, DenyFull, Newcomer, Reuse
-from deerflow_runs.protocol.lifecycle import Applied, Given, Refused, RunEvent
+from deerflow_runs.protocol.decision import Applied, Given, Refused
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store import arrivals
 from deerflow_runs.store.base import Admitted
 from tests.races.stepping import Verb

@@ -22,8 +22,9 @@ from deerflow_runs.model import (
     WorkerId,
 )
 from deerflow_runs.protocol.admission import Reuse
+from deerflow_runs.protocol.decision import Actor, Applied, Given, Refused
 from deerflow_runs.protocol.judge import How, Verdict
-from deerflow_runs.protocol.lifecycle import Actor, Applied, Given, Refusal, Refused, RunEvent
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.store import threads
 from deerflow_runs.store.base import Admitted, NotLive, Renewed
 from deerflow_runs.store.dialect import Dialect

@@ -10,7 +10,8 @@ import pytest
 from sqlalchemy import Connection, func, insert, literal, select
 
 from deerflow_runs.model import CancelAction, RunKey
-from deerflow_runs.protocol.lifecycle import Applied, Given, RunEvent
+from deerflow_runs.protocol.decision import Applied, Given
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store import fence
 from deerflow_runs.store.clauses import key_parameters
 from deerflow_runs.store.dialect import Dialect

@@ -26,7 +26,8 @@ from deerflow_runs.model import (
     WorkerId,
 )
 from deerflow_runs.protocol.admission import Newcomer, Reuse
-from deerflow_runs.protocol.lifecycle import Actor, Applied, Given, RunEvent
+from deerflow_runs.protocol.decision import Actor, Applied, Given
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Admitted
 from deerflow_runs.store.connections import PostgresUnits
 from deerflow_runs.store.database import Postgres

@@ -10,7 +10,8 @@ from urllib.parse import quote
 import pytest
 
 from deerflow_runs.model import CancelAction, Micros, OnOrphan
-from deerflow_runs.protocol.lifecycle import Actor, Applied, Given, RunEvent
+from deerflow_runs.protocol.decision import Actor, Applied, Given
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Settlement
 from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.sql import SqlRunStore

@@ -11,8 +11,9 @@ import pytest
 from deerflow_runs.errors import StoreUnavailable
 from deerflow_runs.model import Micros, RunId, SessionState, Strategy
 from deerflow_runs.protocol.admission import Newcomer
+from deerflow_runs.protocol.decision import Actor, Given
 from deerflow_runs.protocol.judge import How, Verdict
-from deerflow_runs.protocol.lifecycle import Actor, Given, RunEvent
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Admitted
 from deerflow_runs.store.connections import Limits
 from deerflow_runs.store.database import Sqlite

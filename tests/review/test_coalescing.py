@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from deerflow_runs.model import Run, RunId, RunKey, ThreadId, WorkerId
-from deerflow_runs.protocol.lifecycle import Actor, Applied, Decision, RunEvent
+from deerflow_runs.protocol.decision import Actor, Applied, Decision
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Settlement
 from deerflow_runs.store.clauses import Shape
 from deerflow_runs.store.coalesce import Coalescer

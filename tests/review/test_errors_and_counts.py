@@ -8,7 +8,8 @@ import pytest
 from sqlalchemy.exc import DBAPIError
 
 from deerflow_runs.model import Session, Usage
-from deerflow_runs.protocol.lifecycle import Given, RunEvent
+from deerflow_runs.protocol.decision import Given
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.store.units import Units
 from tests.contract.conftest import store, units  # noqa: F401 - fixtures

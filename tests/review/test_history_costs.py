@@ -9,7 +9,8 @@ import pytest
 from sqlalchemy import Connection, event
 
 from deerflow_runs.model import Micros, OnOrphan, Session, WorkerId
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, RunEvent
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store import endings, sessions
 from deerflow_runs.store.dialect import POSTGRES, SQLITE, Dialect
 from deerflow_runs.store.dsn import parse_dsn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deerflow_runs.model import Micros, OnOrphan, Session
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor
 from deerflow_runs.store.sql import SqlRunStore
 from tests.contract.conftest import store, units  # noqa: F401 - fixtures
 from tests.contract.lives import ME, OTHER, admitted, delayed, ended, started

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, text
 
 from deerflow_runs.model import RunId, RunStatus, Session, Strategy
 from deerflow_runs.protocol.admission import Newcomer
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor
 from deerflow_runs.store import arrivals, fence
 from deerflow_runs.store.dialect import POSTGRES
 from deerflow_runs.store.dsn import parse_dsn

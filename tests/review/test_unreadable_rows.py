@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deerflow_runs.model import OnOrphan, RunStatus, Session
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, RunEvent
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.store.units import Units
 from tests.contract.conftest import store, units  # noqa: F401 - fixtures

@@ -25,7 +25,8 @@ from deerflow_runs.model import (
     ThreadId,
     WorkerId,
 )
-from deerflow_runs.protocol.lifecycle import Actor, Applied, Facts, Given, RunEvent, decide
+from deerflow_runs.protocol.decision import Actor, Applied, Facts, Given, decide
+from deerflow_runs.protocol.lifecycle import RunEvent
 
 
 @final

@@ -26,8 +26,9 @@ from deerflow_runs.model import (
     WorkerId,
 )
 from deerflow_runs.protocol.admission import Clash, Deny, DenyFull, Newcomer, Reuse
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Decision, Given
 from deerflow_runs.protocol.judge import Verdict
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Decision, Given, RunEvent
+from deerflow_runs.protocol.lifecycle import RunEvent
 
 # --- Admission ------------------------------------------------------------------------------------------------------
 

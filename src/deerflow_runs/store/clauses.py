@@ -1,4 +1,4 @@
-"""The SQL reading of the table's guards and effects; the Python reading stands in ``protocol.lifecycle``.
+"""The SQL reading of the table's guards and effects; the Python reading stands in ``protocol.decision``.
 
 A guard becomes one condition, an effect the columns it sets, both over ``dr_runs`` and bound parameters whose names
 begin with ``p_``. What a guard means is decided in the table; the contract suite holds the two readings together.
@@ -18,6 +18,7 @@ from sqlalchemy import (
     and_,
     bindparam,
     case,
+    cast,
     func,
     literal_column,
     null,
@@ -27,7 +28,9 @@ from sqlalchemy import (
 )
 
 from deerflow_runs.model import NO_USAGE, Json, RunKey, RunStatus, SessionState, StopReason, Usage
-from deerflow_runs.protocol.lifecycle import Actor, Effect, Given, Guard, Into, Rule
+from deerflow_runs.protocol.decision import Actor, Given
+from deerflow_runs.protocol.lifecycle import Effect, Guard, Into, Rule
+from deerflow_runs.protocol.recovery import DOUBLINGS, SPREAD, STRIDE
 from deerflow_runs.store.dialect import Dialect
 from deerflow_runs.store.schema import JsonText, runs, workers
 from deerflow_runs.store.values import encode
@@ -142,6 +145,8 @@ def condition(guard: Guard, dialect: Dialect) -> ColumnElement[bool]:  # noqa: P
             return _ripe(R.home_worker_id, dialect)
         case Guard.NO_PROGRESS_THIS_EPOCH:
             return or_(R.progress_epoch.is_(null()), R.progress_epoch != R.epoch)
+        case Guard.ASKS_FOR_MORE:
+            return ~dialect.matches(R.required_capabilities, "p_requirements")
         case Guard.THREAD_FREE:
             return ~thread_active()
         case Guard.FIRST_DUE:
@@ -175,6 +180,18 @@ def _unheld_or_overdue(dialect: Dialect) -> ColumnElement[bool]:
 def next_attempt() -> ColumnElement[int]:
     """O30: an epoch that wrote a checkpoint starts the count anew."""
     return case((R.progress_epoch == R.epoch, literal_column("1")), else_=R.attempt + literal_column("1"))
+
+
+def _spread_backoff() -> ColumnElement[int]:
+    """See ``recovery.spread_backoff``: the ceiling doubles with every attempt, and no two neighbours wait alike."""
+    shortest, limit = (bindparam(name, type_=BigInteger) for name in ("p_backoff", "p_backoff_limit"))
+    attempt = next_attempt()
+    doubled = case((attempt < DOUBLINGS, attempt), else_=literal_column(str(DOUBLINGS)))
+    grown = shortest.bitwise_lshift(cast(doubled, Integer))
+    capped = case((grown < limit, grown), else_=limit)
+    ceiling = case((capped > shortest, capped), else_=shortest)
+    part = (R.seq * literal_column(str(STRIDE))) % literal_column(str(SPREAD))
+    return shortest + (ceiling - shortest) * part // literal_column(str(SPREAD))
 
 
 def _seizers_attempt(me: ColumnElement[Any]) -> ColumnElement[int]:
@@ -236,7 +253,7 @@ def _columns(effect: Effect, rule: Rule, dialect: Dialect, shape: Shape) -> Colu
         case Effect.COUNT_RESTORE:
             return {"attempt": _seizers_attempt(me)}
         case Effect.BACK_OFF:
-            return {"not_before": dialect.now + bindparam("p_backoff", type_=BigInteger)}
+            return {"not_before": dialect.now + _spread_backoff()}
         case Effect.READY_NOW:
             return {"not_before": dialect.now}
         case Effect.CLEAR_WAITS:
@@ -267,7 +284,8 @@ def _columns(effect: Effect, rule: Rule, dialect: Dialect, shape: Shape) -> Colu
         case Effect.REASON_ORPHAN:
             return {"stop_reason": _poison_or(word(StopReason.ORPHAN_RECOVERED))}
         case Effect.REASON_GIVEN_BACK:
-            return {"stop_reason": _poison_or(bindparam("p_reason", type_=Text))}
+            given = func.coalesce(bindparam("p_reason", type_=Text), word(StopReason.ORPHAN_RECOVERED))
+            return {"stop_reason": _poison_or(given)}
         case Effect.REASON_ROLLBACK_FAILED:
             return {"stop_reason": word(StopReason.ROLLBACK_FAILED)}
         case Effect.FREE_OF_HOME:
@@ -351,6 +369,7 @@ def parameters(by: Actor, given: Given) -> dict[str, Any]:
         "p_error": given.error,
         "p_base_heads": dict(given.base_heads),
         "p_backoff": given.backoff,
+        "p_backoff_limit": given.backoff_limit,
         "p_requirements": _names(given.requirements),
         "p_checkpoint": given.checkpoint,
         "p_model_name": given.model_name,

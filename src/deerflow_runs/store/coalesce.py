@@ -14,7 +14,8 @@ from functools import partial
 from typing import Final, final
 
 from deerflow_runs.model import Run, RunId
-from deerflow_runs.protocol.lifecycle import Applied, Decision, RunEvent
+from deerflow_runs.protocol.decision import Applied, Decision
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Settlement
 from deerflow_runs.store.clauses import Shape
 from deerflow_runs.store.shield import fate_of

@@ -41,20 +41,8 @@ from sqlalchemy.dialects.postgresql import ARRAY
 
 from deerflow_runs.errors import StoreUnavailable
 from deerflow_runs.model import ACTIVE, Micros, OperationKind, Run, RunKey, RunStatus, ThreadOutcome, WorkerId
-from deerflow_runs.protocol.lifecycle import (
-    NOTHING_GIVEN,
-    TRANSITIONS,
-    Actor,
-    Applied,
-    Decision,
-    Effect,
-    Given,
-    Guard,
-    Into,
-    Refused,
-    Rule,
-    RunEvent,
-)
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Decision, Given, Refused
+from deerflow_runs.protocol.lifecycle import TRANSITIONS, Effect, Guard, Into, Rule, RunEvent
 from deerflow_runs.store.clauses import (
     R,
     Shape,

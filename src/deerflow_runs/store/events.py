@@ -1,7 +1,7 @@
 """One event on one run: the guarded statement, and the look that explains a refusal.
 
 Events that end an operation or free a thread are in ``endings``. What an answer of "no row" means is decided by
-``protocol.lifecycle.decide`` on a look at the row, never here.
+``protocol.decision.decide`` on a look at the row, never here.
 """
 
 from __future__ import annotations
@@ -13,17 +13,8 @@ from typing import Any, Final, final
 from sqlalchemy import Connection, Row, Select, bindparam, select, update
 
 from deerflow_runs.model import Micros, Run, RunKey, SessionState
-from deerflow_runs.protocol.lifecycle import (
-    NOTHING_GIVEN,
-    TRANSITIONS,
-    Actor,
-    Decision,
-    Facts,
-    Given,
-    RunEvent,
-    SessionFacts,
-    decide,
-)
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Decision, Facts, Given, SessionFacts, decide
+from deerflow_runs.protocol.lifecycle import TRANSITIONS, RunEvent
 from deerflow_runs.store.clauses import (
     R,
     Shape,

@@ -12,7 +12,7 @@ from typing import Any, final
 from sqlalchemy import Connection
 
 from deerflow_runs.model import Micros, RunKey, Scope, ThreadId
-from deerflow_runs.protocol.lifecycle import Actor, Refused
+from deerflow_runs.protocol.decision import Actor, Refused
 from deerflow_runs.store import outbox, thread_search, threads
 from deerflow_runs.store.incoming import check_ids
 from deerflow_runs.store.outbox import Delivery, Receipt

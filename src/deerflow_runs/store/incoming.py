@@ -14,8 +14,8 @@ from typing import Any, Final
 from deerflow_runs.errors import InvalidValue
 from deerflow_runs.model import OneUser, RunKey, Scope, Session, Usage
 from deerflow_runs.protocol.admission import Newcomer
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Given
-from deerflow_runs.store.values import METADATA_BYTES, cut_text, model_name, repaired, storable, text
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Given
+from deerflow_runs.store.values import ID_CHARACTERS, METADATA_BYTES, cut_text, model_name, repaired, storable, text
 
 MESSAGE_CHARACTERS: Final = 2000
 """The first human and the last AI message are kept to be shown in lists, not to be read."""
@@ -24,11 +24,15 @@ LARGEST: Final = 2**31 - 1
 LARGEST_BIG: Final = 2**63 - 1
 """What an integer column holds, and a big one."""
 
+LONGEST: Final = 2**53
+"""Microseconds of the longest duration, some 285 years: added to any instant it still fits its column."""
+
 
 def storable_newcomer(newcomer: Newcomer) -> Newcomer:
     """The same newcomer with every value as both databases keep it, or ``InvalidValue`` naming the path."""
     text(newcomer.run_id, "run_id", nonempty=True)
     text(newcomer.thread_id, "thread_id", nonempty=True)
+    text(newcomer.worker_id, "worker_id", nonempty=True)
     for name in ("user_id", "assistant_id", "executor", "idempotency_key"):
         if getattr(newcomer, name) is not None:
             text(getattr(newcomer, name), name, nonempty=name != "user_id")
@@ -46,12 +50,18 @@ def storable_newcomer(newcomer: Newcomer) -> Newcomer:
 
 
 def _check_counts(newcomer: Newcomer) -> None:
-    if newcomer.max_attempts < 1:
-        raise InvalidValue("max_attempts", "at least 1")
-    if newcomer.delay < 0:
-        raise InvalidValue("delay", "not negative; 0 starts at once")
-    if newcomer.max_queued is not None and newcomer.max_queued < 0:
-        raise InvalidValue("max_queued", "not negative; None for no limit")
+    _whole(newcomer.payload_version, "payload_version", 0, LARGEST)
+    _whole(newcomer.max_attempts, "max_attempts", 1, LARGEST)
+    _whole(newcomer.delay, "delay", 0, LONGEST)
+    if newcomer.run_timeout is not None:
+        _whole(newcomer.run_timeout, "run_timeout", 1, LONGEST)
+    if newcomer.max_queued is not None:
+        _whole(newcomer.max_queued, "max_queued", 0, LARGEST)
+
+
+def _whole(value: object, path: str, lowest: int, highest: int) -> None:
+    if type(value) is not int or not lowest <= value <= highest:
+        raise InvalidValue(path, f"must be a whole number from {lowest} to {highest}")
 
 
 def _mapping(value: Mapping[str, Any], path: str, limit: int | None = None) -> dict[str, Any]:
@@ -102,8 +112,9 @@ def check_session(session: Session) -> None:
     text(session.version, "version", 64)
     _mapping(session.labels, "labels", METADATA_BYTES)
     _names(session.capabilities, "capabilities")
-    if session.lease <= 0 or session.beat_interval <= 0:
-        raise InvalidValue("lease", "lease and beat_interval are positive durations in microseconds")
+    _whole(session.pid, "pid", 0, LARGEST)
+    _whole(session.lease, "lease", 1, LONGEST)
+    _whole(session.beat_interval, "beat_interval", 1, LONGEST)
 
 
 def storable_given(given: Given) -> Given:
@@ -113,13 +124,13 @@ def storable_given(given: Given) -> Given:
     return replace(
         given,
         error=None if given.error is None else cut_text(_clean(given.error)),
-        stop_reason=None if given.stop_reason is None else _clean(given.stop_reason)[:255],
+        stop_reason=None if given.stop_reason is None else _clean(given.stop_reason)[:ID_CHARACTERS],
         usage=_usage(given.usage),
         values=None if given.values is None else repaired(given.values, "values")[0],
         interrupts=None if given.interrupts is None else repaired(given.interrupts, "interrupts")[0],
         base_heads={_clean(namespace): _clean(head) for namespace, head in given.base_heads.items()},
-        requirements=frozenset(map(_clean, given.requirements)),
-        checkpoint=None if given.checkpoint is None else _clean(given.checkpoint)[:255],
+        requirements=frozenset(_clean(name)[:ID_CHARACTERS] for name in given.requirements),
+        checkpoint=None if given.checkpoint is None else _clean(given.checkpoint)[:ID_CHARACTERS],
         model_name=None if given.model_name is None else _clean(given.model_name).strip()[:128],
     )
 
@@ -141,7 +152,9 @@ def _usage(usage: Usage) -> Usage:
 
 def _count(number: object, largest: int) -> int:
     """What a model's provider reports is not always a number, nor always one that a column holds."""
-    return min(max(int(number), 0), largest) if isinstance(number, int | float) and isfinite(number) else 0
+    if isinstance(number, int) or (isinstance(number, float) and isfinite(number)):
+        return min(max(int(number), 0), largest)
+    return 0
 
 
 def _tokens(tokens: Mapping[str, int], path: str) -> dict[str, Any]:

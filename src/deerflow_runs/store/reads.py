@@ -46,7 +46,8 @@ from deerflow_runs.model import (
     ThreadId,
     WorkerId,
 )
-from deerflow_runs.protocol.lifecycle import TRANSITIONS, Actor, Given, RunEvent
+from deerflow_runs.protocol.decision import Actor, Given
+from deerflow_runs.protocol.lifecycle import TRANSITIONS, RunEvent
 from deerflow_runs.store.base import Counts, Page, RunFilter, TokenTotals, Visibility
 from deerflow_runs.store.clauses import (
     R,

@@ -20,6 +20,7 @@ from sqlalchemy import (
     case,
     delete,
     false,
+    func,
     literal_column,
     null,
     select,
@@ -39,6 +40,7 @@ from deerflow_runs.store.schema import runs, workers
 from deerflow_runs.store.statement import Statement
 
 W: Final = workers.c
+OTHERS: Final = workers.alias("others")
 NOT_DEAD: Final = W.state != word(SessionState.DEAD)
 
 
@@ -209,12 +211,14 @@ def _named() -> Subquery:
 def _burial(dialect: Dialect) -> Statement:
     named = _named()
     known = select(literal_column("1")).where(W.worker_id == named.c.worker_id).exists()
+    # As long a lease as anybody has: who has no row may still live, and take its runs back meanwhile (O26).
+    longest = select(func.coalesce(func.max(OTHERS.c.lease), literal_column("0", BigInteger))).scalar_subquery()
     zero, nothing = literal_column("0", BigInteger), word("")
     tombstone: dict[str, Any] = {
         "worker_id": named.c.worker_id,
         "state": word(SessionState.DEAD),
         "beat": zero,
-        "lease": zero,
+        "lease": longest,
         "beat_interval": zero,
         "expires_at": zero,
         "hinted": false(),

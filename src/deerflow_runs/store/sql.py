@@ -32,16 +32,9 @@ from deerflow_runs.protocol.admission import (
     Wait,
     plan_admission,
 )
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Decision, Given
 from deerflow_runs.protocol.judge import Verdict
-from deerflow_runs.protocol.lifecycle import (
-    NOTHING_GIVEN,
-    TRANSITIONS,
-    Actor,
-    Applied,
-    Decision,
-    Given,
-    RunEvent,
-)
+from deerflow_runs.protocol.lifecycle import TRANSITIONS, RunEvent
 from deerflow_runs.store import arrivals, endings, events, incoming, reads, sessions, together
 from deerflow_runs.store.base import (
     Admission,

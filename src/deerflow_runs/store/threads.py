@@ -29,7 +29,8 @@ from sqlalchemy import update as changing
 
 from deerflow_runs.errors import InvalidValue
 from deerflow_runs.model import TERMINAL, Micros, OperationKind, Run, RunKey, Scope, ThreadId, ThreadOutcome
-from deerflow_runs.protocol.lifecycle import NOTHING_GIVEN, Actor, Refusal, Refused, RunEvent
+from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Refused
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.store import endings, reads
 from deerflow_runs.store.clauses import R, status_in, word
 from deerflow_runs.store.dialect import Dialect

@@ -97,8 +97,9 @@ class ModelStore:
             run.home_worker_id for run in open_runs if run.status.value in ("queued", "pending")
         }
         strangers = {worker_id for worker_id in named if worker_id is not None and worker_id not in self.world.sessions}
+        longest = max((session.lease for session in self.world.sessions.values()), default=Micros(0))
         for worker_id in strangers:
-            dead = Session(worker_id, SessionState.DEAD, lease=Micros(0), dead_at=self.world.now)
+            dead = Session(worker_id, SessionState.DEAD, lease=longest, dead_at=self.world.now)
             self.world.sessions[worker_id] = dead
         return len(strangers)
 

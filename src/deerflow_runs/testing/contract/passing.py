@@ -156,7 +156,16 @@ async def a_run_that_has_recorded_something_at_this_epoch_is_not_deferred(stage:
     await stage.opens(OTHER)
     await stage.happens(RunEvent.HAND_OVER, run)
     (claimed,) = await stage.store.claim(Actor(OTHER), 10)
-    assert (await stage.happens(RunEvent.DEFER, claimed)).vacant
+    more = Given(requirements=frozenset({"gpu"}))
+    deferred = await stage.happens(RunEvent.DEFER, claimed, more)
+    assert deferred.vacant
+
+
+@PASSING("O31")
+async def a_run_is_not_deferred_for_what_it_requires_already(stage: Stage) -> None:
+    run = await stage.starts("run", required_capabilities=frozenset({"executor:agent", "gpu"}))
+    assert await stage.refused(RunEvent.DEFER, run) is Refusal.NOTHING_NEW
+    assert await stage.refused(RunEvent.DEFER, run, Given(requirements=frozenset({"gpu"}))) is Refusal.NOTHING_NEW
 
 
 @PASSING("O35")

@@ -285,7 +285,7 @@ async def what_takes_a_run_from_its_owner_without_ending_it_lets_nobody_in(stage
     for event in events:
         run = await stage.starts(f"holder-{event.name}", event, on_orphan=OnOrphan.RESUME)
         await stage.waits(f"next-{event.name}", event)
-        await stage.happens(event, run)
+        await stage.happens(event, run, Given(requirements=frozenset({"gpu"})))
         assert await stage.queue(event) == [f"next-{event.name}"]
     await _orphan(stage, on_orphan=OnOrphan.RESUME)
     assert names((await stage.store.take_over(Actor(ME), NOTHING_GIVEN, 10)).resumed) == ["holder"]

@@ -55,7 +55,24 @@ async def a_session_without_a_row_gets_a_tombstone_and_its_runs_are_found(stage:
     assert await stage.store.bury_strangers() == 0
     tombstone = await stage.session(stranger)
     assert (tombstone.state, tombstone.proven) == (SessionState.DEAD, False)
-    assert await stage.sweeps() == {"resumed": ["owned"], "ended": ["pinned"]}
+    assert await stage.sweeps() == {"resumed": ["owned"]}
+
+
+@RECOVERY("O26")
+async def who_has_no_row_may_still_live_and_is_given_the_longest_lease_to_take_its_runs_back(stage: Stage) -> None:
+    await stage.opens(ME)
+    await stage.starts("run", "1", worker_id=WorkerId("host:stranger"))
+    await stage.store.bury_strangers()
+    assert (await stage.session(WorkerId("host:stranger"))).lease == (await stage.session(ME)).lease
+    assert await stage.sweeps() == {}
+
+
+@RECOVERY("O26", "O31")
+async def nobody_waits_for_a_session_without_a_row_longer_than_any_lease(stage: Stage) -> None:
+    await stage.opens(ME, lease=INSTANT)
+    await stage.arrives("pinned", "2", worker_id=WorkerId("host:stranger-home"), take=False, pinned=True)
+    await stage.store.bury_strangers()
+    assert await stage.sweeps() == {"ended": ["pinned"]}
 
 
 @RECOVERY("O26")

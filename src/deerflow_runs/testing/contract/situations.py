@@ -248,7 +248,8 @@ def _given(event: RunEvent, chance: random.Random) -> Given:
         outcome=chance.choice((None, ThreadOutcome.INTERRUPTED)),
         base_heads={"": "checkpoint-9", "sub": "checkpoint-8"},
         backoff=Micros(5 * HOUR),
-        requirements=frozenset({"gpu"}),
+        backoff_limit=chance.choice((Micros(0), Micros(6 * HOUR), Micros(80 * HOUR))),
+        requirements=chance.choice((frozenset({"gpu"}), frozenset({"gpu"}), frozenset({"executor:agent"}))),
         restored=chance.random() < 0.5,
         **full,
     )
