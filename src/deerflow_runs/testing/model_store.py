@@ -150,6 +150,7 @@ class ModelStore:
 
     async def take_over(self, by: Actor, given: Given, limit: int) -> Swept:
         """See ``RunStore.take_over``."""
+        self.world.advance(1)
         done = {event: self._each(event, by, given, limit) for event in worlds.TAKE_OVERS}
         ended = (*done[RunEvent.TAKE_OVER_FAIL], *done[RunEvent.TAKE_OVER_FAIL_WAITING])
         freed = done[RunEvent.TAKE_OVER_RESUME_WAITING]
