@@ -17,20 +17,14 @@ from sqlalchemy import (
     ColumnElement,
     CompoundSelect,
     Connection,
-    Delete,
     FromClause,
-    Insert,
     Row,
     Select,
     Text,
-    Update,
     and_,
     bindparam,
-    case,
-    cast,
     delete,
     func,
-    insert,
     literal_column,
     null,
     select,
@@ -40,7 +34,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY
 
 from deerflow_runs.errors import StoreUnavailable
-from deerflow_runs.model import ACTIVE, Micros, OperationKind, Run, RunKey, RunStatus, ThreadOutcome, WorkerId
+from deerflow_runs.model import Micros, OperationKind, Run, RunKey, RunStatus, WorkerId
 from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Decision, Given, Refused
 from deerflow_runs.protocol.lifecycle import TRANSITIONS, Effect, Guard, Into, Rule, RunEvent
 from deerflow_runs.store.clauses import (
@@ -55,15 +49,13 @@ from deerflow_runs.store.clauses import (
     thread_active,
     word,
 )
+from deerflow_runs.store.consequences import followers
 from deerflow_runs.store.dialect import Dialect
 from deerflow_runs.store.events import TRIES, explain
 from deerflow_runs.store.lenient import as_text, decoded, read_or_skip
 from deerflow_runs.store.rows import narrow, run_from, whole
-from deerflow_runs.store.schema import JsonText, base_writes, outbox, runs, threads
-from deerflow_runs.store.schema import events as event_log
+from deerflow_runs.store.schema import runs
 from deerflow_runs.store.statement import Statement
-
-Change = Insert | Update | Delete
 
 
 def optimistic(event: RunEvent) -> bool:
@@ -335,84 +327,6 @@ def _unowned() -> CompoundSelect[Any]:
     of all runs that ever were."""
     vacant = select(R.run_id).where(R.active, R.owner_worker_id.is_(null()))
     return select(R.run_id).where(R.status == word(RunStatus.QUEUED)).union_all(vacant)
-
-
-# --- What follows from an ending ------------------------------------------------------------------------------------
-
-
-def followers(event: RunEvent, ended: FromClause, ids: Any, dialect: Dialect) -> list[Change]:
-    """The further changes of an ending. ``ended`` are the ended runs' rows, ``ids`` their ids."""
-    if event is RunEvent.REMOVE:
-        return [delete(table).where(table.c.run_id.in_(ids)) for table in (base_writes, outbox, event_log)]
-    if TRANSITIONS[event].target is Into.GONE or not TRANSITIONS[event].ends:
-        return []
-    base = delete(base_writes).where(base_writes.c.run_id.in_(ids))
-    return [_outcome(event, ended, dialect), _receipts(ended, dialect), _deliveries(ended, dialect), base]
-
-
-def _outcome(event: RunEvent, ended: FromClause, dialect: Dialect) -> Update:
-    """The thread is left as its last ended run left it. A run that never started has left nothing; only where the
-    rule ends what was active does a run that could not be started count."""
-    counts = [] if TRANSITIONS[event].sources <= ACTIVE else [ended.c.turn.is_not(null())]
-    failed = ended.c.status.in_([word(RunStatus.ERROR), word(RunStatus.TIMEOUT)])
-    otherwise = func.coalesce(bindparam("p_outcome", type_=threads.c.outcome.type), word(ThreadOutcome.IDLE))
-    return (
-        update(threads)
-        .where(threads.c.thread_id == ended.c.thread_id, *counts)
-        .values(
-            outcome=case((failed, word(ThreadOutcome.ERROR)), else_=otherwise),
-            error=case((failed, ended.c.error), else_=null()),
-            updated_at=dialect.now,
-            values=func.coalesce(bindparam("p_values", type_=JsonText), threads.c["values"]),
-            interrupts=func.coalesce(bindparam("p_interrupts", type_=JsonText), word("{}")),
-        )
-    )
-
-
-RECEIPT: Final = (
-    "thread_id",
-    "status",
-    "stop_reason",
-    "settled_by",
-    "epoch",
-    "attempt",
-    "last_checkpoint",
-    "model_name",
-    "input_tokens",
-    "output_tokens",
-    "total_tokens",
-    "llm_calls",
-    "message_count",
-    "settled_at",
-)
-"""What a receipt says about an ended run."""
-
-
-def _receipts(ended: FromClause, dialect: Dialect) -> Insert:
-    """One receipt a run. It is a record and not a delivery: written as delivered, kept as long as its run."""
-    payload = dialect.json_object({name: ended.c[name] for name in RECEIPT})
-    return _into_outbox(word("receipt"), payload, dialect.now, ended, ended, dialect)
-
-
-def _deliveries(ended: FromClause, dialect: Dialect) -> Insert:
-    """Whatever the run wants done at its end, by any worker that has the handler (O28)."""
-    wanted = dialect.pairs(ended.c.deliveries)
-    return _into_outbox(wanted.c.key, cast(wanted.c.value, Text), null(), ended, (ended, wanted), dialect)
-
-
-def _into_outbox(
-    kind: ColumnElement[str],
-    payload: ColumnElement[str],
-    delivered_at: ColumnElement[Any],
-    ended: FromClause,
-    source: Any,
-    dialect: Dialect,
-) -> Insert:
-    names = ["run_id", "kind", "payload", "attempts", "not_before", "delivered_at"]
-    sources = source if isinstance(source, tuple) else (source,)
-    is_run = ended.c.operation_kind == word(OperationKind.RUN)
-    rows = select(ended.c.run_id, kind, payload, literal_column("0"), dialect.now, delivered_at).where(is_run)
-    return insert(outbox).from_select(names, rows.select_from(*sources))
 
 
 # --- The next one ---------------------------------------------------------------------------------------------------

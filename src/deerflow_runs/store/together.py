@@ -34,8 +34,8 @@ from deerflow_runs.model import Json, Run, RunId
 from deerflow_runs.protocol.lifecycle import TRANSITIONS, RunEvent
 from deerflow_runs.store.base import Settlement
 from deerflow_runs.store.clauses import R, Shape, assignments, at_key, guards, key_parameters, parameters
+from deerflow_runs.store.consequences import followers
 from deerflow_runs.store.dialect import Dialect
-from deerflow_runs.store.endings import followers
 from deerflow_runs.store.rows import narrow, to_run
 from deerflow_runs.store.schema import JsonText, runs
 from deerflow_runs.store.statement import Statement, binds_of
