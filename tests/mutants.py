@@ -22,7 +22,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.mutations import AnyMutation, DropGuard, Mutation, all_mutations, is_quick
+from tests.mutations import AnyMutation, DropGuard, DropSql, Mutation, all_mutations, is_quick
 
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = 2
@@ -108,6 +108,8 @@ def run_session(tree: Path, job: Job) -> None:
     os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(sys.path[:2])}
     if isinstance(job.mutation, DropGuard):
         os.environ["DROP_GUARD"] = f"{job.mutation.event}|{job.mutation.guard}"
+    if isinstance(job.mutation, DropSql):
+        os.environ["DROP_SQL"] = f"{job.mutation.event}|{job.mutation.part}"
     import pytest
 
     quiet = ["-x", "-q", "--no-header", "-p", "no:cacheprovider"]

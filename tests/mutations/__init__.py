@@ -51,7 +51,28 @@ class DropGuard:
         return "§3"
 
 
-AnyMutation = Mutation | DropGuard
+@final
+@dataclass(frozen=True, slots=True)
+class DropSql:
+    """Take one guard or effect out of a rule as the stores read it, not as ``decide()`` does; see ``plugin``."""
+
+    event: str
+    part: str
+    tests: tuple[str, ...]
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        """In the words of the table."""
+        return f"SQL: {self.event}, without: {self.part}"
+
+    @property
+    def rule(self) -> str:
+        """The table as a whole is ownership.md §3."""
+        return "§3"
+
+
+AnyMutation = Mutation | DropGuard | DropSql
 
 
 def is_quick(mutation: AnyMutation) -> bool:

@@ -7,6 +7,7 @@ keeps hypothesis from looking for the smallest failing example, since any will d
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -34,6 +35,27 @@ def drop(event: lifecycle.RunEvent, guard: lifecycle.Guard) -> None:
     for module in (lifecycle, decision):
         vars(module)["TRANSITIONS"] = table
 
+
+def drop_from_stores(event: lifecycle.RunEvent, part: str) -> None:
+    """Let the stores' statements forget a guard or an effect that ``decide()`` still knows."""
+    import deerflow_runs.store.sql  # every module that builds statements
+
+    rule = lifecycle.TRANSITIONS[event]
+    guards = tuple(guard for guard in rule.guards if guard.value != part)
+    effects = tuple(effect for effect in rule.effects if effect.value != part)
+    if (guards, effects) == (rule.guards, rule.effects):
+        raise ValueError(f"{event.value!r} has no {part!r}")
+    table = MappingProxyType({**lifecycle.TRANSITIONS, event: replace(rule, guards=guards, effects=effects)})
+    for name, module in list(sys.modules.items()):
+        if name.startswith(deerflow_runs.store.__name__) and "TRANSITIONS" in vars(module):
+            vars(module)["TRANSITIONS"] = table
+
+
+SQL_VARIABLE = "DROP_SQL"
+
+if SQL_VARIABLE in os.environ:
+    _event, _part = os.environ[SQL_VARIABLE].split("|")
+    drop_from_stores(lifecycle.RunEvent(_event), _part)
 
 if VARIABLE in os.environ:
     _event, _guard = os.environ[VARIABLE].split("|")

@@ -29,7 +29,7 @@ from deerflow_runs.model import (
     WorkerId,
     micros,
 )
-from deerflow_runs.protocol.decision import Actor, Facts, Given, SessionFacts
+from deerflow_runs.protocol.decision import Actor, Applied, Facts, Given, SessionFacts, decide
 from deerflow_runs.protocol.lifecycle import RunEvent
 
 HOUR: Final = micros(3600)
@@ -85,8 +85,10 @@ class Situation:
 OWNERS: Final = ("me", OTHER, FRESHLY_DEAD, LONG_DEAD, PROVEN_DEAD, STRANGER, PREVIOUS, None)
 CANCELS: Final = (None, CancelAction.INTERRUPT, CancelAction.ROLLBACK)
 
+SPOILED: Final = 3
+"""In how many of the situations that allow the event each thing is spoiled."""
+
 SPOILS: Final = (
-    "nothing",
     "actor",
     "home",
     "kind",
@@ -100,6 +102,7 @@ SPOILS: Final = (
     "first",
     "grace",
     "seized",
+    "requirements",
 )
 
 RELEASES: Final = frozenset({RunEvent.RELEASE, RunEvent.TAKE_OVER_RELEASE})
@@ -110,10 +113,17 @@ FAILS: Final = frozenset({RunEvent.TAKE_OVER_FAIL, RunEvent.TAKE_OVER_FAIL_WAITI
 def situations(status: RunStatus, event: RunEvent, now: Micros) -> Iterator[Situation]:
     """All situations of one status and event; the same ones every time."""
     chance = random.Random(f"{status}/{event}")
-    dimensions = product(OWNERS, (0, -1), CANCELS)
-    for number, (owner, epoch, cancel) in enumerate(dimensions):
-        spoil = SPOILS[number % len(SPOILS)] if number % 2 else "nothing"
-        yield _situation(status, event, now, f"{status}-{event.name}-{number}", owner, epoch, cancel, spoil, chance)
+    allowed: list[tuple[str | None, int, CancelAction | None]] = []
+    for number, (owner, epoch, cancel) in enumerate(product(OWNERS, (0, -1), CANCELS)):
+        name = f"{status}-{event.name}-{number}"
+        plain = _situation(status, event, now, name, owner, epoch, cancel, "nothing", chance)
+        yield plain
+        if isinstance(decide(plain.run, event, plain.by, plain.facts, plain.given), Applied):
+            allowed.append((owner, epoch, cancel))
+    for spoil in SPOILS:
+        for number, (owner, epoch, cancel) in enumerate(chance.sample(allowed, min(SPOILED, len(allowed)))):
+            name = f"{status}-{event.name}-{spoil}-{number}"
+            yield _situation(status, event, now, name, owner, epoch, cancel, spoil, chance)
 
 
 def _situation(  # noqa: PLR0917 - one argument a dimension
@@ -147,7 +157,7 @@ def _situation(  # noqa: PLR0917 - one argument a dimension
     )
     capabilities = frozenset({"executor:agent", "gpu"} if spoil != "capabilities" else {"gpu"})
     by = Actor(me, run.epoch + epoch, capabilities, PREVIOUS)
-    return Situation(run, by, facts, _given(event, chance), beside)
+    return Situation(run, by, facts, _given(event, spoil, chance), beside)
 
 
 def _actor(event: RunEvent, spoil: str, chance: random.Random) -> WorkerId:
@@ -233,7 +243,7 @@ def _beside(run: Run, event: RunEvent, now: Micros, spoil: str) -> tuple[Run, ..
     return ()
 
 
-def _given(event: RunEvent, chance: random.Random) -> Given:
+def _given(event: RunEvent, spoil: str, chance: random.Random) -> Given:
     usage = Usage(1, 2, 3, 4, 5, {"m": 3}, {"lead": 3}, "hello", "bye")
     full: dict[str, Any] = {
         "usage": usage if chance.random() < 0.5 else Usage(),
@@ -249,7 +259,7 @@ def _given(event: RunEvent, chance: random.Random) -> Given:
         base_heads={"": "checkpoint-9", "sub": "checkpoint-8"},
         backoff=Micros(5 * HOUR),
         backoff_limit=chance.choice((Micros(0), Micros(6 * HOUR), Micros(80 * HOUR))),
-        requirements=chance.choice((frozenset({"gpu"}), frozenset({"gpu"}), frozenset({"executor:agent"}))),
+        requirements=frozenset({"executor:agent" if spoil == "requirements" else "gpu"}),
         restored=chance.random() < 0.5,
         **full,
     )
