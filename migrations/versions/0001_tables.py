@@ -114,7 +114,14 @@ def _create_runs() -> None:
         sa.PrimaryKeyConstraint("run_id", name="pk_dr_runs"),
         postgresql_with={"fillfactor": "80"},
     )
-    op.create_index("ix_dr_runs_thread", "dr_runs", ["thread_id", "created_at", "run_id"])
+    listed = sa.text("seq >= 0")
+    op.create_index(
+        "ix_dr_runs_thread",
+        "dr_runs",
+        ["thread_id", "created_at", "run_id"],
+        postgresql_where=listed,
+        sqlite_where=listed,
+    )
 
 
 def _create_base_writes() -> None:

@@ -353,7 +353,8 @@ def end_queue(
 @cache
 def _ending_of_queue(dialect: Dialect, shape: Shape) -> Ending:
     rule = TRANSITIONS[RunEvent.CANCEL_QUEUED]
-    waiting = [R.thread_id == bindparam("p_thread"), R.run_id != bindparam("p_spare"), guards(rule, dialect)]
+    here = and_(R.thread_id == bindparam("p_thread"), R.status == word(RunStatus.QUEUED))
+    waiting = [here, R.run_id != bindparam("p_spare"), guards(rule, dialect)]
     if dialect.writes_in_ctes:
         return _with_followers(RunEvent.CANCEL_QUEUED, dialect, shape, *waiting)
     chosen = Statement.of(select(R.run_id).where(*waiting))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, Row, Text, bindparam, select, tuple_
+from sqlalchemy import BigInteger, ColumnElement, Connection, Row, Text, and_, bindparam, literal_column, select, tuple_
 
 from deerflow_runs.errors import InvalidValue
 from deerflow_runs.model import OperationKind
@@ -23,6 +23,8 @@ from deerflow_runs.store.values import METADATA_BYTES, storable, text
 
 IS_RUN: Final = R.operation_kind == word(OperationKind.RUN)
 HERE: Final = R.thread_id == bindparam("p_thread")
+ALL_HERE: Final = and_(HERE, R.seq >= literal_column("0"))
+"""For who wants ended runs too: it names the predicate of the list's index (``schema.LISTED``)."""
 
 
 # --- Places ---------------------------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ def in_order(columns: list[Any], *where: ColumnElement[bool]) -> Statement:
     """The statement for ``newest_first``: such runs of a thread, after a place. The list's index has this order."""
     created_at, run_id = bindparam("p_created_at", type_=BigInteger), bindparam("p_older_than", type_=Text)
     older = tuple_(R.created_at, R.run_id) < tuple_(created_at, run_id)
-    found = select(*columns).where(HERE, IS_RUN, older, *where).order_by(R.created_at.desc(), R.run_id.desc())
+    found = select(*columns).where(ALL_HERE, IS_RUN, older, *where).order_by(R.created_at.desc(), R.run_id.desc())
     return Statement.of(found.limit(bindparam("p_limit", type_=BigInteger)))
 
 

@@ -42,6 +42,7 @@ ACTIVE_VACANT: Final = text("active AND owner_worker_id IS NULL")
 QUEUED: Final = text("status = 'queued'")
 ENDED: Final = text("settled_at IS NOT NULL")
 KEYED: Final = text("idempotency_key IS NOT NULL")
+LISTED: Final = text("seq >= 0")
 """Predicates of the partial indexes: one constant each, used by the index and by whoever must infer it."""
 
 
@@ -179,7 +180,9 @@ _partial("ix_dr_runs_owner_cancelled", runs.c.owner_worker_id, where=ACTIVE_CANC
 _partial("ix_dr_runs_queue", runs.c.thread_id, runs.c.due_at, runs.c.seq, where=QUEUED)
 _partial("ix_dr_runs_vacant", runs.c.not_before, where=ACTIVE_VACANT)
 _partial("ix_dr_runs_settled", runs.c.settled_at, where=ENDED)
-Index("ix_dr_runs_thread", runs.c.thread_id, runs.c.created_at, runs.c.run_id)
+_partial("ix_dr_runs_thread", runs.c.thread_id, runs.c.created_at, runs.c.run_id, where=LISTED)
+"""Holds every row, but serves only who says so. Asked for a thread's open runs PostgreSQL would take it whenever the
+small indexes above have grown, and read through all that has ended: their being unique makes it expect one row."""
 
 base_writes = Table(
     "dr_base_writes",

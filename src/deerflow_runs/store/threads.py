@@ -34,7 +34,7 @@ from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.store import endings, reads
 from deerflow_runs.store.clauses import R, status_in, word
 from deerflow_runs.store.dialect import Dialect
-from deerflow_runs.store.pages import HERE, IS_RUN
+from deerflow_runs.store.pages import ALL_HERE, HERE, IS_RUN
 from deerflow_runs.store.rows import narrow, to_run
 from deerflow_runs.store.schema import base_writes, outbox, runs, threads
 from deerflow_runs.store.schema import events as event_log
@@ -287,7 +287,7 @@ def delete(
 def _foreign(_: Dialect) -> Statement:
     """The thread's row decides whose it is; without one, its runs do."""
     is_foreign = T.user_id.is_distinct_from(bindparam("p_user"))
-    others_run = and_(HERE, IS_RUN, R.user_id.is_distinct_from(bindparam("p_user")))
+    others_run = and_(ALL_HERE, IS_RUN, R.user_id.is_distinct_from(bindparam("p_user")))
     return Statement.of(select(or_(_exists(THIS, is_foreign), and_(~_exists(THIS), _exists(others_run)))))
 
 
@@ -304,7 +304,7 @@ def _holder(_: Dialect) -> Statement:
 
 @cache
 def _left(_: Dialect) -> Statement:
-    return Statement.of(select(or_(_exists(THIS), _exists(HERE))))
+    return Statement.of(select(or_(_exists(THIS), _exists(ALL_HERE))))
 
 
 def _erase(connection: Connection, dialect: Dialect, thread_id: ThreadId) -> int:
@@ -319,7 +319,7 @@ def _erase(connection: Connection, dialect: Dialect, thread_id: ThreadId) -> int
 
 @cache
 def _erasures(_: Dialect) -> tuple[Statement, ...]:
-    over = and_(HERE, status_in(*TERMINAL))
+    over = and_(ALL_HERE, status_in(*TERMINAL))
     ids = select(R.run_id).where(over)
     hanging = [deletion(table).where(table.c.run_id.in_(ids)) for table in (base_writes, outbox, event_log)]
     everything: list[Delete] = [*hanging, deletion(runs).where(over), deletion(threads).where(THIS)]
