@@ -230,6 +230,10 @@ class PostgresSteps:
 
     async def open(self) -> None:
         await self.units.open()
+        await self.meet()
+
+    async def meet(self) -> None:
+        """Find out by which server process the player is served now."""
         self.pid = await self.units.read(lambda connection: int(connection.exec_driver_sql(PID).scalar_one()))
 
     async def rests(self, verb: asyncio.Future[Any]) -> bool:

@@ -236,7 +236,7 @@ class World:
             lambda connection: {run.run_id: run for run in map(to_run, connection.execute(select(*whole())))}
         )
 
-    async def look(self) -> Hashable:
+    async def look(self) -> tuple[Hashable, Hashable, Hashable]:
         """Look whether what is committed now may ever be seen. Returns it, as far as it could make a difference."""
         rows, people = await self.units.read(
             lambda connection: (connection.execute(LOOKED_AT).all(), connection.execute(WHO_LIVES).all())

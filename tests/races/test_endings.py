@@ -113,7 +113,8 @@ async def test_what_a_cancel_forbids_happens_before_it_or_not_at_all(world: Worl
         moved = rows["held"].epoch > held.epoch or rows["held"].status is RunStatus.RUNNING
         assert moved == isinstance(done, Applied)
 
-    await world.every_order([held], [apply(held, event), apply(held, E.REQUEST_CANCEL, OTHER)], verdict)
+    verbs = [apply(held, event, given=Given(requirements=frozenset({"gpu"}))), apply(held, E.REQUEST_CANCEL, OTHER)]
+    await world.every_order([held], verbs, verdict)
 
 
 # --- Settle against taking over -------------------------------------------------------------------------------------
