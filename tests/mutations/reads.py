@@ -40,8 +40,8 @@ SCOPES: Final = [
         "a list answers reservations",
         "B057",
         "pages",
-        "where(HERE, IS_RUN, older, *where)",
-        "where(HERE, older, *where)",
+        "where(ALL_HERE, IS_RUN, older, *where)",
+        "where(ALL_HERE, older, *where)",
         READS + "test_no_read_for_callers_answers_a_reservation",
     ),
     change(
