@@ -335,7 +335,7 @@ PRODUCED: Final[dict[str, Given]] = {
     "messages": Given(usage=Usage(1, first_human_message="h\0" * 5000, last_ai_message="\ud800" * 5000)),
     "messages that are no text": Given(usage=Usage(1, first_human_message=[1], last_ai_message=7)),  # type: ignore[arg-type]
     "an error that is no text": Given(error=ValueError("x\0"), stop_reason=Colour.RED),  # type: ignore[arg-type]
-    "heads": Given(base_heads={"ns\0": "c\0", "b": "x" * 300}),
+    "heads": Given(base_heads={"ns\0": "c\0", "b\ud800": "x" * 300}),
 }
 
 

@@ -38,7 +38,7 @@ class Checks(list[Check]):
 
         def adding(scene: Scene) -> Scene:
             name = getattr(scene, "__name__", "")
-            self.tell(name.replace("_", " "), scene, *rules)
+            self.tell(name.replace("_s_", "'s ").replace("_", " "), scene, *rules)
             return scene
 
         return adding

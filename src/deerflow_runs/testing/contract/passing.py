@@ -52,13 +52,16 @@ async def what_waits_for_a_dead_home_follows_its_policy(stage: Stage) -> None:
         ("vacant-resumes", "2", RESUME, {"take": False, "max_attempts": 1}),
     ):
         await stage.arrives(name, thread, worker_id=GONE, pinned=True, on_orphan=policy, **asked)
+    started = await stage.starts("vacant-again", "3", worker_id=GONE, pinned=True, on_orphan=RESUME, max_attempts=1)
+    await stage.happens(RunEvent.HAND_OVER, started)
     assert await stage.sweeps() == {}
     await stage.dies(GONE)
     fate = await stage.sweeps()
-    assert fate == {"ended": ["queued-fails", "vacant-fails"], "freed": ["queued-resumes", "vacant-resumes"]}
+    freed = ["queued-resumes", "vacant-again", "vacant-resumes"]
+    assert fate == {"ended": ["queued-fails", "vacant-fails"], "freed": freed}
     assert await stage.queue("busy") == ["queued-resumes"]
-    (claimed,) = await stage.store.claim(Actor(ME), 10)
-    assert (claimed.run_id, claimed.home_worker_id, claimed.epoch) == ("vacant-resumes", None, 1)
+    claimed = {run.run_id: (run.home_worker_id, run.epoch) for run in await stage.store.claim(Actor(ME), 10)}
+    assert claimed == {"vacant-resumes": (None, 1), "vacant-again": (None, 3)}
     ended = await stage.store.get(key("vacant-fails", "1"), scope=EVERYONE)
     assert ended is not None
     assert outcome(ended) == ("error", "orphan_recovered", 1)

@@ -25,11 +25,13 @@ from deerflow_runs.protocol.admission import DenyFull
 from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Given
 from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.testing.contract.check import Checks
-from deerflow_runs.testing.contract.stage import AT_ONCE, HOUR, INSTANT, ME, OTHER, Stage, at, key, names
+from deerflow_runs.testing.contract.stage import AT_ONCE, HOUR, INSTANT, ME, OTHER, THREAD, Stage, at, key, names
 
 QUEUEING: Final = Checks()
 
 RESTORED: Final = Given(restored=True)
+A_WHILE: Final = Micros(20_000)
+"""Longer than an admission takes, as a rule. Where it is not, a check proves less, and is true all the same."""
 
 
 # --- How many, and in which order -----------------------------------------------------------------------------------
@@ -97,8 +99,21 @@ async def a_run_for_later_takes_its_place_by_the_time_it_is_due(stage: Stage) ->
     assert names([await _active(stage)]) == ["soon"]
 
 
-async def _active(stage: Stage) -> Run:
-    holder = await stage.holder()
+@QUEUEING("I17")
+async def whoever_is_due_first_goes_first_in_whatever_order_they_came(stage: Stage) -> None:
+    for thread_id in ("slow at first", "quick"):
+        run = await stage.starts(f"holder of {thread_id}", thread_id)
+        waiting = [await stage.waits(f"later {thread_id}", thread_id, delay=A_WHILE)]
+        waiting += [await stage.waits(f"now {thread_id}", thread_id), await stage.waits(f"last {thread_id}", thread_id)]
+        await stage.passes(A_WHILE)
+        in_order = names(sorted(waiting, key=lambda one: (one.due_at, one.seq)))
+        assert await stage.queue(thread_id) == in_order
+        await stage.ends(run)
+        assert names([await _active(stage, thread_id)]) == in_order[:1]
+
+
+async def _active(stage: Stage, thread_id: str = THREAD) -> Run:
+    holder = await stage.holder(thread_id)
     assert holder is not None
     return holder
 

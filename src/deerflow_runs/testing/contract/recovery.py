@@ -5,7 +5,7 @@ A death is a fact here (a session closed itself) or a belief (a judge went by a 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from deerflow_runs.model import (
     CancelAction,
@@ -37,9 +37,16 @@ async def only_the_runs_of_the_dead_are_orphans(stage: Stage) -> None:
     await stage.store.renew(draining, state=SessionState.DRAINING)
     for number, owner in enumerate((live, draining, WorkerId("host:unknown"))):
         for policy in OnOrphan:
-            run = await stage.starts(f"{number}-{policy}", f"{number}-{policy}", worker_id=owner, on_orphan=policy)
-            event = RunEvent.TAKE_OVER_FAIL if policy is OnOrphan.FAIL else RunEvent.TAKE_OVER_RESUME
+            asked: dict[str, Any] = {"worker_id": owner, "on_orphan": policy}
+            fails = policy is OnOrphan.FAIL
+            run = await stage.starts(f"{number}-{policy}", f"{number}-{policy}", **asked)
+            event = RunEvent.TAKE_OVER_FAIL if fails else RunEvent.TAKE_OVER_RESUME
             assert await stage.refused(event, run, by=Actor(ME)) is Refusal.HELD
+            waits = await stage.arrives(
+                f"pinned-{run.run_id}", f"pinned-{run.run_id}", **asked, take=False, pinned=True
+            )
+            event = RunEvent.TAKE_OVER_FAIL_WAITING if fails else RunEvent.TAKE_OVER_RESUME_WAITING
+            assert await stage.refused(event, waits, by=Actor(ME)) is Refusal.HELD
     await stage.arrives("vacant", "vacant", take=False)
     assert await stage.sweeps() == {}
 
@@ -180,6 +187,18 @@ async def an_epoch_that_wrote_a_checkpoint_starts_the_count_of_attempts_again(st
     assert await stage.refused(RunEvent.GIVE_BACK_RESUME, run) is Refusal.OTHER_POLICY
     poisoned = await stage.ends(run, Given(stop_reason="not_attached"), how=RunEvent.GIVE_BACK_FAIL)
     assert outcome(poisoned) == ("error", "poison", 8)
+
+
+@RECOVERY("O30", "I18")
+async def whoever_passes_a_run_on_after_progress_leaves_it_as_many_attempts_as_a_new_one(stage: Stage) -> None:
+    await stage.opens(ME)
+    run = await stage.happens(RunEvent.GIVE_BACK_RESUME, await stage.starts("run", on_orphan=RESUME))
+    for checkpoint, attempt in ((None, 2), ("checkpoint-1", 1)):
+        (claimed,) = await stage.store.claim(Actor(ME), 1)
+        if checkpoint is not None:
+            await stage.happens(RunEvent.PROGRESS, claimed, Given(checkpoint=checkpoint))
+        run = await stage.happens(RunEvent.HAND_OVER, claimed)
+        assert (run.vacant, run.attempt) == (True, attempt)
 
 
 @RECOVERY("O12", "O30")

@@ -85,12 +85,23 @@ class Situation:
 OWNERS: Final = ("me", OTHER, FRESHLY_DEAD, LONG_DEAD, PROVEN_DEAD, STRANGER, PREVIOUS, None)
 CANCELS: Final = (None, CancelAction.INTERRUPT, CancelAction.ROLLBACK)
 
+HOMES: Final[dict[str, WorkerId | None]] = {
+    "home": OTHER,
+    "home, freshly dead": FRESHLY_DEAD,
+    "home, unknown": STRANGER,
+    "no home": None,
+}
+"""The homes that spoil an event which asks for another one."""
+
 SPOILED: Final = 3
 """In how many of the situations that allow the event each thing is spoiled."""
 
 SPOILS: Final = (
     "actor",
     "home",
+    "home, freshly dead",
+    "home, unknown",
+    "no home",
     "kind",
     "policy",
     "attempt",
@@ -108,6 +119,13 @@ SPOILS: Final = (
 RELEASES: Final = frozenset({RunEvent.RELEASE, RunEvent.TAKE_OVER_RELEASE})
 WAITING: Final = frozenset({RunEvent.TAKE_OVER_FAIL_WAITING, RunEvent.TAKE_OVER_RESUME_WAITING})
 FAILS: Final = frozenset({RunEvent.TAKE_OVER_FAIL, RunEvent.TAKE_OVER_FAIL_WAITING, RunEvent.GIVE_BACK_FAIL})
+
+
+ATTEMPTS: Final = {RunEvent.SETTLE_ROLLBACK_FAILED: (4, 1), RunEvent.CLAIM: (1, 0)}
+"""Of three: the attempt at which an event may happen, or counts as any other, and the one that says something else."""
+
+OWING: Final = frozenset({RunEvent.SETTLE_ROLLBACK_FAILED, RunEvent.SEIZE})
+"""Happen only where a rollback is owed, hence to a run that has started once."""
 
 
 def situations(status: RunStatus, event: RunEvent, now: Micros) -> Iterator[Situation]:
@@ -173,9 +191,9 @@ def _home(event: RunEvent, spoil: str, me: WorkerId, chance: random.Random) -> W
         RunEvent.TAKE_OVER_RESUME_WAITING: chance.choice((PROVEN_DEAD, FRESHLY_DEAD)),
         RunEvent.TAKE_BACK: chance.choice((PREVIOUS, None)),
     }.get(event, chance.choice((None, me)))
-    if spoil != "home":
-        return fitting
-    return chance.choice([home for home in (None, me, PREVIOUS, OTHER, FRESHLY_DEAD, STRANGER) if home != fitting])
+    return {"home": OTHER, "home, freshly dead": FRESHLY_DEAD, "home, unknown": STRANGER, "no home": None}.get(
+        spoil, fitting
+    )
 
 
 def _row(  # noqa: PLR0917 - one argument a dimension
@@ -192,10 +210,10 @@ def _row(  # noqa: PLR0917 - one argument a dimension
     past, future = Micros(now - HOUR), Micros(now + HOUR)
     reservation = (event in RELEASES) != (spoil == "kind")
     fails = (event in FAILS) != (spoil == "policy")
-    attempt = 4 if event is RunEvent.SETTLE_ROLLBACK_FAILED else 1
-    if spoil == "attempt":
-        attempt = 1 if attempt == 4 else 3
-    started = status is RunStatus.RUNNING or (status is not RunStatus.QUEUED and chance.random() < 0.7)
+    fitting, spoilt = ATTEMPTS.get(event, (2 if spoil == "progress" else 1, 3))
+    attempt = spoilt if spoil == "attempt" else fitting
+    owing = event in OWING and status is RunStatus.PENDING
+    started = status is RunStatus.RUNNING or owing or (status is not RunStatus.QUEUED and chance.random() < 0.7)
     epoch = chance.randrange(2, 9)
     # A pending run that owes a rollback may have been seized for it, or not yet: its grant then is the later one.
     seized = spoil == "seized"
