@@ -108,7 +108,7 @@ MUTATIONS: Final[list[AnyMutation]] = [
         "O4",
         'ROLLBACK_OWED → and_(R.cancel_action == word("rollback"), R.turn.is_not(null()))',
         'R.cancel_action == word("rollback")',
-        table(E.SEIZE, S.PENDING),
+        says("a rollback is not owed by a run that never started"),
     ),
     clause(
         "SQL: a rollback may be restored by whoever still runs",
