@@ -24,8 +24,19 @@ def parts_of(rule: Rule) -> list[Guard | Effect]:
     return [*rule.guards, *([] if rule.target is Into.GONE else rule.effects)]
 
 
+IMPLIED: Final = frozenset(
+    {
+        (RunEvent.PROMOTE, Guard.DUE),  # the first of the due queue is due
+        (RunEvent.PROMOTE, Effect.NO_OWNER),  # what waits in the queue has no owner
+        (RunEvent.TAKE_OVER_FAIL, Guard.OWNER_IS_DEAD),  # only a death can be proven or grow old
+        (RunEvent.TAKE_OVER_FAIL_WAITING, Guard.HOME_IS_DEAD),
+    }
+)
+"""Said for the reader; another guard of the same rule says it too, so no row can show their loss."""
+
 MUTATIONS: Final[list[AnyMutation]] = [
     DropSql(event.value, part.value, tests_of(event, rule))
     for event, rule in TRANSITIONS.items()
     for part in parts_of(rule)
+    if (event, part) not in IMPLIED
 ]
