@@ -9,10 +9,10 @@ import pytest
 
 from deerflow_runs.model import CancelAction, Micros, OnOrphan, OperationKind, Run, RunId, RunStatus, Strategy
 from deerflow_runs.protocol.admission import Clash, Deny, DenyFull, Newcomer, Reuse
-from deerflow_runs.protocol.decision import Applied, Given, Refused
+from deerflow_runs.protocol.decision import Actor, Applied, Given, Refused
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store import arrivals
-from deerflow_runs.store.base import Admitted
+from deerflow_runs.store.base import Admitted, Settlement
 from tests.races.stepping import Verb
 from tests.races.support import (
     DEAD,
@@ -133,6 +133,23 @@ async def test_nobody_is_stranded_between_an_enqueue_and_an_end(world: World, en
         assert "held" not in rows or rows["held"].terminal
 
     await world.every_order([holder], [end, admit("new", Strategy.ENQUEUE)], verdict)
+
+
+@rule("O2", "O7", "I7", "T3")
+async def test_settles_that_go_together_strand_nobody(world: World) -> None:
+    other = running("other", "elsewhere")
+    asked = [Settlement(run.key, RunEvent.SETTLE_SUCCESS, Actor(ME, run.epoch)) for run in (HELD, other)]
+
+    def verdict(answers: Sequence[Any], rows: Rows) -> None:
+        assert all(isinstance(answer, Applied) for answer in answers[0])
+        assert isinstance(answers[1], Admitted)
+        assert rows["held"].terminal
+        assert rows["other"].terminal
+        assert the_active(rows) == "new"
+
+    await world.every_order(
+        [HELD, other], [lambda player: player.store.settle_many(asked), admit("new", Strategy.ENQUEUE)], verdict
+    )
 
 
 @rule("O2", "I17", "T3")
@@ -260,18 +277,55 @@ async def test_a_vacant_run_is_claimed_or_forced_by_an_interrupt_but_not_both(wo
     await world.every_order([vacant("held")], [claim, admit("new", Strategy.INTERRUPT)], verdict)
 
 
+HOMELESS: Final[Mapping[str, Any]] = {"home_worker_id": DEAD, "on_orphan": OnOrphan.FAIL}
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["held", "idle"])
 @rule("O3", "O7", "O26", "T13")
-async def test_ends_of_waiting_runs_and_an_interrupt_never_wait_in_a_ring(world: World) -> None:
+async def test_ends_of_waiting_runs_and_an_interrupt_never_wait_in_a_ring(world: World, held: bool) -> None:
     """The sweep ends waiting runs without holding the thread's active row; both touch the whole queue."""
-    homeless = [queued(name, home_worker_id=DEAD, on_orphan=OnOrphan.FAIL) for name in ("two", "three")]
 
     def verdict(answers: Sequence[Any], rows: Rows) -> None:
         assert isinstance(answers[1], Admitted)
-        assert in_queue(rows) == ["new"]
-        assert all(rows[name].terminal for name in ("one", "two", "three"))
+        assert rows["two"].terminal
+        assert rows["three"].terminal
+        assert rows["one"].terminal or rows["one"].cancel_action is CancelAction.INTERRUPT
+        assert (the_active(rows), tuple(in_queue(rows))) in {("held", ("new",)), ("one", ("new",)), ("new", ())}
 
-    scene = [BEFORE_QUEUE, queued("one"), *homeless]
+    wait = queued if held else due
+    scene = [wait("one"), wait("two", **HOMELESS), wait("three", **HOMELESS), *([BEFORE_QUEUE] if held else [])]
     await world.every_order(scene, [sweep(RunEvent.TAKE_OVER_FAIL_WAITING), admit("new", Strategy.INTERRUPT)], verdict)
+
+
+@rule("O7", "O26", "T13", "T14")
+async def test_sweeps_over_the_same_threads_never_wait_in_a_ring(world: World) -> None:
+    """One ends what runs and promotes, the other ends what waits: each holds what the other would promote."""
+    scene = [
+        running("a", "a", owner_worker_id=DEAD, on_orphan=OnOrphan.FAIL, queue_behind=True),
+        queued("a1", "a"),
+        queued("a2", "a", **HOMELESS),
+        running("b", "b", owner_worker_id=DEAD, on_orphan=OnOrphan.FAIL, queue_behind=True),
+        queued("b1", "b", **HOMELESS),
+    ]
+
+    def verdict(answers: Sequence[Any], rows: Rows) -> None:
+        assert len(answers[0]) == 2
+        assert rows["a1"].active
+        assert all(rows[name].terminal for name in ("a", "b", "a2"))
+        assert rows["b1"].terminal or rows["b1"].active
+
+    await world.every_order(scene, [sweep(RunEvent.TAKE_OVER_FAIL), sweep(RunEvent.TAKE_OVER_FAIL_WAITING)], verdict)
+
+
+@rule("O3", "I19")
+async def test_the_limit_of_a_queue_counts_delayed_runs_that_come_at_once(world: World) -> None:
+    def verdict(answers: Sequence[Any], rows: Rows) -> None:
+        (winner,) = only(answers, Admitted)
+        assert only(answers, DenyFull)
+        assert in_queue(rows) == [winner.run.run_id]
+
+    delayed = [admit(name, Strategy.ENQUEUE, delay=Micros(10**12), max_queued=1) for name in ("one", "two")]
+    await world.every_order([], delayed, verdict)
 
 
 # --- Replays --------------------------------------------------------------------------------------------------------

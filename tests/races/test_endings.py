@@ -42,6 +42,7 @@ from tests.races.support import (
     admit,
     apply,
     ended,
+    held_open,
     in_queue,
     pending,
     queued,
@@ -291,6 +292,31 @@ async def test_a_waiting_run_gets_a_new_home_or_is_freed_of_the_dead_one(world: 
 
     move: Verb = lambda player: player.store.re_home(Actor(ME, previous=DEAD), 10)  # noqa: E731 - as short as its peers
     await world.every_order([waits], [move, sweep(E.TAKE_OVER_RESUME_WAITING)], verdict)
+
+
+BUSY: Final[dict[RunEvent, dict[str, Any]]] = {
+    E.CLAIM: {},
+    E.FORCE: {"cancel_action": CancelAction.INTERRUPT},
+    E.TAKE_OVER_FAIL: {"owner_worker_id": DEAD, "on_orphan": OnOrphan.FAIL},
+    E.TAKE_OVER_RESUME: {"owner_worker_id": DEAD},
+    E.TAKE_OVER_FAIL_WAITING: {"home_worker_id": DEAD, "on_orphan": OnOrphan.FAIL},
+}
+
+
+@pytest.mark.parametrize("event", BUSY)
+@rule("O7", "O26", "T6")
+async def test_a_sweep_passes_over_a_run_that_somebody_is_busy_with(postgres_world: World, event: RunEvent) -> None:
+    """And takes the others; a stopped owner of one row must not stop the recovery of all."""
+    busy, free = (vacant(name, name, **BUSY[event]) for name in ("busy", "free"))
+    holder, sweeper, _ = postgres_world.players
+    await postgres_world.set(busy, free)
+    await holder.begin(held_open(busy, E.REQUEST_CANCEL))
+    await holder.step()
+    await sweeper.begin(sweep(event))
+    while sweeper.stands:
+        assert await sweeper.step(), "it waited"
+    assert [run.run_id for run in await sweeper.finish()] == ["free"]
+    await holder.finish()
 
 
 # --- Sessions -------------------------------------------------------------------------------------------------------

@@ -15,11 +15,10 @@ from deerflow_runs.protocol.decision import Actor, Given
 from deerflow_runs.protocol.judge import How, Verdict
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Admitted
-from deerflow_runs.store.connections import Limits
-from deerflow_runs.store.database import Sqlite
+from deerflow_runs.store.connections import Limits, PostgresUnits
+from deerflow_runs.store.database import Postgres, Sqlite
 from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.sql import SqlRunStore
-from deerflow_runs.store.units import open_units
 from deerflow_runs.store.writer import SqliteUnits
 from tests.races.stepping import ONCE, Player, PostgresSteps
 from tests.races.support import ME, OTHER, THREAD, World, apply, opened, queued, running, the_active
@@ -30,8 +29,10 @@ HELD = running("held", queue_behind=True)
 
 @pytest.fixture
 async def fresh(postgres_dsn: str) -> AsyncIterator[World]:
-    """A world without players on a database of this test alone."""
-    units = open_units(parse_dsn(postgres_dsn), connections=2)
+    """A world without players on a database of this test alone, whose store waits a few seconds once."""
+    database = parse_dsn(postgres_dsn)
+    assert isinstance(database, Postgres)
+    units = PostgresUnits(database, connections=2, limits=Limits(lock=5.0), policy=ONCE)
     await units.open()
     async with opened(postgres_dsn, units, 0) as world:
         yield world
