@@ -131,7 +131,7 @@ CASES: Final[Mapping[str, Case]] = {
     "settle, cancelled": applying(E.SETTLE_CANCELLED, *BEHIND),
     "settle, restored": applying(E.SETTLE_CANCELLED, SEIZED, queued("one"), restored=True),
     "request cancel": applying(E.REQUEST_CANCEL, HELD, by=Actor(OTHER), action=CancelAction.ROLLBACK),
-    "cancel queued": applying(E.CANCEL_QUEUED, queued("one"), HELD, again=Refusal.TERMINAL, by=Actor(OTHER)),
+    "cancel queued": applying(E.CANCEL_QUEUED, queued("one"), HELD, by=Actor(OTHER)),
     "force": applying(E.FORCE, replace(ORPHAN, cancel_action=CancelAction.INTERRUPT), again=Refusal.TERMINAL),
     "take back": applying(E.TAKE_BACK, ORPHAN, by=Actor(ME, 1, previous=DEAD)),
     "take back, at home": applying(E.TAKE_BACK, replace(ORPHAN, home_worker_id=DEAD), by=Actor(ME, 1, previous=DEAD)),

@@ -7,17 +7,18 @@ are exact; times are not looked at.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import asyncpg
 import pytest
-from sqlalchemy import Connection, NullPool, event, insert, text
+from sqlalchemy import Connection, NullPool, event, func, insert, select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from deerflow_runs.model import Micros, OnOrphan, Run, RunId, Session, SessionState, Strategy, WorkerId
@@ -28,7 +29,7 @@ from deerflow_runs.store import arrivals, endings, events, fence, reads, session
 from deerflow_runs.store.base import Settlement
 from deerflow_runs.store.clauses import Shape
 from deerflow_runs.store.database import Postgres
-from deerflow_runs.store.dialect import POSTGRES
+from deerflow_runs.store.dialect import POSTGRES, SQLITE, Dialect
 from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.schema import runs, workers
 from deerflow_runs.store.units import Unit, open_units
@@ -224,17 +225,17 @@ SUBJECT: Final[Mapping[RunEvent, Run]] = {
 }
 
 
-def by_key(event: RunEvent) -> Unit[Any]:
+def by_key(event: RunEvent, dialect: Dialect) -> Unit[Any]:
     run = SUBJECT[event]
     actor = Actor(ME, run.epoch, previous=LEFT)
 
     def unit(connection: Connection) -> None:
         if TRANSITIONS[event].ends or event in {RunEvent.PROMOTE, RunEvent.REMOVE}:
-            endings.end_locked(connection, POSTGRES, run.key, event, actor, Given())
+            endings.end_locked(connection, dialect, run.key, event, actor, Given())
         else:
-            events.attempt(connection, POSTGRES, run.key, event, actor, Given())
-        if endings.optimistic(event):
-            endings.end_optimistically(connection, POSTGRES, run.key, event, actor, Given())
+            events.attempt(connection, dialect, run.key, event, actor, Given())
+        if endings.optimistic(event) and dialect.writes_in_ctes:
+            endings.end_optimistically(connection, dialect, run.key, event, actor, Given())
 
     return unit
 
@@ -244,7 +245,7 @@ def by_key(event: RunEvent) -> Unit[Any]:
 async def test_a_guard_by_key_goes_by_the_primary_key_however_often_it_was_planned(
     crowded: str, event: RunEvent
 ) -> None:
-    found = [plan for plan in await plans(crowded, by_key(event)) if BY_KEY in plan.statement]
+    found = [plan for plan in await plans(crowded, by_key(event, POSTGRES)) if BY_KEY in plan.statement]
     assert found
     for plan in (*found, *await generic(crowded, found)):
         assert plan.found_by() == [PRIMARY], plan.statement
@@ -281,39 +282,102 @@ async def test_runs_that_settle_or_start_together_go_by_the_primary_key(crowded:
 # --- Many -----------------------------------------------------------------------------------------------------------
 
 
-def batch(event: RunEvent) -> Unit[Any]:
-    how = endings.end_batch if TRANSITIONS[event].ends else endings.change_batch
-    return lambda connection: how(connection, POSTGRES, event, Actor(ME, previous=LEFT), Given(), 10)
-
-
 NEWCOMER: Final = Newcomer(
     run_id=RunId("new"), thread_id=THREAD, worker_id=ME, strategy=Strategy.INTERRUPT, idempotency_key="key"
 )
-SWEEPS: Final[Mapping[str, Unit[Any]]] = {
+
+
+def batch(event: RunEvent) -> Callable[[Connection, Dialect], Any]:
+    how = endings.end_batch if TRANSITIONS[event].ends else endings.change_batch
+    return lambda c, d: how(c, d, event, Actor(ME, previous=LEFT), Given(), 10)
+
+
+SWEEPS: Final[Mapping[str, Callable[[Connection, Dialect], Any]]] = {
     event.value: batch(event)
     for event in (*endings.TAKE_OVERS, E.CLAIM, E.FORCE, E.HAND_OVER, E.RE_HOME, E.END_WAITING)
 } | {
-    "what a sweep could do": lambda c: endings.possible(c, POSTGRES, endings.TAKE_OVERS, Actor(ME), Given()),
-    "idle threads": lambda c: reads.idle_threads_with_due_runs(c, POSTGRES, 10),
-    "promote": lambda c: endings.promote_under_lock(c, POSTGRES, [THREAD, "vacant", "orphan"]),
-    "next due": lambda c: reads.next_due(c, POSTGRES),
-    "seizable": lambda c: reads.seizable(c, POSTGRES, Actor(ME), Given(), 10),
-    "renew": lambda c: sessions.renew(c, POSTGRES, ME, hinted=False, state=SessionState.LIVE),
-    "strangers": lambda c: sessions.bury_strangers(c, POSTGRES),
-    "forget": lambda c: sessions.forget_dead(c, POSTGRES, Micros(0)),
-    "purge": lambda c: endings.purge(c, POSTGRES, Micros(PAST), 10),
-    "enter": lambda c: arrivals.enter(c, POSTGRES, replace(NEWCOMER, strategy=Strategy.REJECT)),
-    "wait behind": lambda c: arrivals.wait_behind(c, POSTGRES, replace(NEWCOMER, strategy=Strategy.ENQUEUE), Given()),
-    "interrupt": lambda c: arrivals.admit_locked(c, POSTGRES, NEWCOMER, Given()),
+    "what a sweep could do": lambda c, d: endings.possible(c, d, endings.TAKE_OVERS, Actor(ME), Given()),
+    "idle threads": lambda c, d: reads.idle_threads_with_due_runs(c, d, 10),
+    "promote": lambda c, d: endings.promote_under_lock(c, d, [THREAD, "vacant", "orphan"]),
+    "next due": reads.next_due,
+    "seizable": lambda c, d: reads.seizable(c, d, Actor(ME), Given(), 10),
+    "renew": lambda c, d: sessions.renew(c, d, ME, hinted=False, state=SessionState.LIVE),
+    "strangers": sessions.bury_strangers,
+    "forget": lambda c, d: sessions.forget_dead(c, d, Micros(0)),
+    "purge": lambda c, d: endings.purge(c, d, Micros(PAST), 10),
+    "enter": lambda c, d: arrivals.enter(c, d, replace(NEWCOMER, strategy=Strategy.REJECT)),
+    "wait behind": lambda c, d: arrivals.wait_behind(c, d, replace(NEWCOMER, strategy=Strategy.ENQUEUE), Given()),
+    "interrupt": lambda c, d: arrivals.admit_locked(c, d, NEWCOMER, Given()),
 }
+
+
+def _asking(ask: Callable[[Connection, Dialect], Any], dialect: Dialect, connection: Connection) -> Any:
+    return ask(connection, dialect)
 
 
 @pytest.mark.parametrize("name", SWEEPS)
 @rule("O1", "O7", "O10", "O26", "O31")
 async def test_what_is_open_is_found_without_reading_what_has_ended(crowded: str, name: str) -> None:
-    found = await plans(crowded, SWEEPS[name])
+    found = await plans(crowded, partial(_asking, SWEEPS[name], POSTGRES))
     assert found
     for plan in found:
         assert plan.rows("dr_runs") <= 40, plan.statement
     for plan in (*found, *await generic(crowded, found)):
         assert "dr_runs" not in plan.sequential(), plan.statement
+
+
+# --- SQLite ---------------------------------------------------------------------------------------------------------
+
+
+async def told(dsn: str, unit: Unit[Any]) -> list[tuple[str, list[str]]]:
+    """What SQLite says about each statement of the unit."""
+    found: list[tuple[str, list[str]]] = []
+
+    def explain(connection: Connection, _: Any, statement: str, parameters: Any, *__: Any) -> None:
+        if not statement.startswith("EXPLAIN"):
+            rows = connection.exec_driver_sql("EXPLAIN QUERY PLAN " + statement, parameters).all()
+            found.append((statement, [row[3] for row in rows]))
+
+    def explaining(connection: Connection) -> None:
+        event.listen(connection, "before_cursor_execute", explain)
+        try:
+            unit(connection)
+        finally:
+            event.remove(connection, "before_cursor_execute", explain)
+        raise Enough
+
+    units = open_units(parse_dsn(dsn))
+    await units.open()
+    await units.once(_seed_once)
+    with contextlib.suppress(Enough):
+        await units.transaction(explaining)
+    await units.close()
+    return found
+
+
+class Enough(Exception):
+    """Everything was explained; nothing is to be kept."""
+
+
+def _seed_once(connection: Connection) -> None:
+    if connection.scalar(select(func.count()).select_from(runs)):
+        return
+    connection.execute(insert(workers), [session_row(session) for session in PEOPLE])
+    connection.execute(insert(runs), [run_row(run) for run in OPEN])
+
+
+@rule("O1", "O7", "O10", "O26", "O31")
+async def test_sqlite_finds_what_is_open_by_the_small_indexes(sqlite_dsn: str) -> None:
+    for name, ask in SWEEPS.items():
+        for statement, details in await told(sqlite_dsn, partial(_asking, ask, SQLITE)):
+            looks = [detail for detail in details if re.match(r"(SCAN|SEARCH) (dr_runs|other|waiting|held)\b", detail)]
+            assert all(" USING " in look for look in looks), (name, statement, details)
+            assert not any("ix_dr_runs_thread" in look for look in looks), (name, statement, details)
+
+
+@rule("O7", "O14")
+async def test_sqlite_finds_a_run_by_its_key(sqlite_dsn: str) -> None:
+    for asked in RunEvent:
+        for statement, details in await told(sqlite_dsn, by_key(asked, SQLITE)):
+            if re.search(r"WHERE dr_runs.run_id = \?", statement):
+                assert "SEARCH dr_runs USING INDEX sqlite_autoindex_dr_runs_1 (run_id=?)" in details, statement
