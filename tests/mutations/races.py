@@ -261,7 +261,7 @@ OWNERS: Final = [
         ENDINGS + "test_a_session_beats_or_dies_and_a_verdict_on_an_old_beat_is_void",
     ),
     store(
-        "a dead session beats",
+        "a dead session beats, in a race",
         "I12",
         "sessions",
         '.where(W.worker_id == bindparam("p_worker"), NOT_DEAD)\n        .values(\n            beat',
