@@ -45,13 +45,6 @@ class Observer:
         """Whether this server process waits for a lock that another one holds."""
         return bool(await self._connection.fetchval("SELECT cardinality(pg_blocking_pids($1)) > 0", pid))
 
-    async def until_waiting(self, pid: int) -> None:
-        """Return when it does. Fails if it never comes to that."""
-        for _ in range(PATIENCE):
-            if await self.waits(pid):
-                return
-        raise AssertionError(f"process {pid} never waited for anybody")
-
     async def terminate(self, pid: int) -> None:
         """Cut a server process off; returns when it is gone and what it had begun is rolled back."""
         await self._connection.execute("SELECT pg_terminate_backend($1)", pid)
@@ -59,10 +52,6 @@ class Observer:
             if not await self._connection.fetchval("SELECT count(*) FROM pg_stat_activity WHERE pid = $1", pid):
                 return
         raise AssertionError(f"process {pid} did not end")
-
-    async def fetch(self, statement: str, *arguments: Any) -> list[tuple[Any, ...]]:
-        """Rows of a statement of the test's own."""
-        return [tuple(row) for row in await self._connection.fetch(statement, *arguments)]
 
 
 # --- One player -----------------------------------------------------------------------------------------------------
