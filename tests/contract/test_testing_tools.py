@@ -168,10 +168,10 @@ def test_two_runs_under_one_key_are_noticed_and_one_after_the_other_is_not() -> 
     checker.saw([second])
     with pytest.raises(HistoryBroken, match=r"^I14:"):
         checker.saw([first, second])
-    newcomer = Newcomer(run_id=RunId("third"), thread_id=THREAD, worker_id=ME, idempotency_key="key")
-    checker.admitted(newcomer, Reuse(second, by_key=True))
+    third = Newcomer(run_id=RunId("third"), thread_id=THREAD, worker_id=ME, idempotency_key="key")
+    checker.admitted(third, Reuse(second, by_key=True))
     with pytest.raises(HistoryBroken, match=r"^I14:"):
-        checker.admitted(newcomer, Reuse(row("stranger"), by_key=True))
+        checker.admitted(replace(third, idempotency_key="another"), Reuse(second, by_key=True))
 
 
 @rule("I5")

@@ -21,6 +21,9 @@ from deerflow_runs.store.base import Admission, Admitted
 Life = tuple[RunId, int]
 """One life of a run id: a removed run's id may be given again, its ``seq`` never is."""
 
+Key = tuple[str, str]
+"""An idempotency key within its scope."""
+
 
 class HistoryBroken(AssertionError):
     """What was seen cannot have happened if the invariants hold (ownership.md §13)."""
@@ -36,7 +39,7 @@ class HistoryChecker:
 
     def __init__(self) -> None:
         self._delayed: set[RunId] = set()
-        self._keys: defaultdict[tuple[str, str], set[RunId]] = defaultdict(set)
+        self._keys: dict[RunId, Key | None] = {}
         self._ended: set[Life] = set()
         self._holders: dict[tuple[Life, int], WorkerId] = {}
         self._rows: Mapping[RunId, Run] = {}
@@ -50,12 +53,10 @@ class HistoryChecker:
                 self._delayed.add(newcomer.run_id)
             else:
                 self._delayed.discard(newcomer.run_id)
-            if newcomer.idempotency_key is not None:
-                self._keys[newcomer.idempotency_scope, newcomer.idempotency_key].add(newcomer.run_id)
+            self._keys[newcomer.run_id] = _key_of(newcomer)
         elif isinstance(answer, Reuse) and answer.by_key:
-            mine = (newcomer.idempotency_scope, newcomer.idempotency_key or "")
-            known = mine not in self._keys or answer.run.run_id in self._keys[mine]
-            _require(known, f"I14: the key of {self._keys[mine]} was answered with {answer.run}")
+            theirs = self._keys.get(answer.run.run_id)
+            _require(theirs in (None, _key_of(newcomer)), f"I14: {newcomer.run_id} was answered with {answer.run}")
 
     def decided(self, event: RunEvent, decision: Decision) -> None:
         """An event got this answer."""
@@ -103,10 +104,11 @@ class HistoryChecker:
             yield "O15: two runs share a turn"
 
     def _shared_keys(self, rows: Mapping[RunId, Run]) -> Iterator[str]:
-        for (_, key), run_ids in self._keys.items():
-            holding = [rows[run_id] for run_id in run_ids if run_id in rows and rows[run_id].idempotency_key == key]
-            if len(holding) > 1:
-                yield f"I14: {holding} came in under one key"
+        holding: defaultdict[Key, list[Run]] = defaultdict(list)
+        for run in rows.values():
+            if (key := self._keys.get(run.run_id)) is not None:
+                holding[key].append(run)
+        yield from (f"I14: {runs} came in under one key" for runs in holding.values() if len(runs) > 1)
 
     def _since(self, rows: Mapping[RunId, Run]) -> Iterator[str]:
         for run_id, run in rows.items():
@@ -121,6 +123,10 @@ class HistoryChecker:
 
 
 NOBODY: Final = WorkerId("")
+
+
+def _key_of(newcomer: Newcomer) -> Key | None:
+    return None if newcomer.idempotency_key is None else (newcomer.idempotency_scope, newcomer.idempotency_key)
 
 
 def _life(run: Run) -> Life:
