@@ -14,6 +14,7 @@ from deerflow_runs.model import EVERYONE, Micros, Run, RunStatus, ThreadOutcome
 from deerflow_runs.protocol.decision import Given
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.rows import to_run, whole
+from deerflow_runs.store.schema import base_writes, events, outbox
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.store.threads import NewThread, ThreadChange
 from deerflow_runs.store.units import Units
