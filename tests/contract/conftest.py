@@ -16,18 +16,17 @@ from deerflow_runs.testing.postgres import PostgresServer
 from tests.contract.emptying import emptied
 
 
-@pytest.fixture
-async def units(dsn: str) -> AsyncIterator[Units]:
-    """Units of work on a fresh database of each kind."""
-    opened = open_units(parse_dsn(dsn))
-    await opened.open()
+@pytest.fixture(params=["sqlite", "postgres"])
+async def units(request: pytest.FixtureRequest) -> AsyncIterator[Units]:
+    """Units of work on an empty database of each kind."""
+    opened = await _opened(request)
     yield opened
     await opened.close()
 
 
 @pytest.fixture
 async def store(units: Units) -> SqlRunStore:
-    """A store on a fresh database of each kind."""
+    """A store on an empty database of each kind."""
     return SqlRunStore(units)
 
 
@@ -45,10 +44,15 @@ async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
     if request.param == "model":
         yield ModelSubject()
         return
-    shared = {"sqlite": "sqlite_dsn", "postgres": "emptied_postgres_dsn"}
-    opened = open_units(parse_dsn(cast("str", request.getfixturevalue(shared[request.param]))))
+    opened = await _opened(request)
+    yield SqlSubject(SqlRunStore(opened), opened)
+    await opened.close()
+
+
+async def _opened(request: pytest.FixtureRequest) -> Units:
+    where = {"sqlite": "sqlite_dsn", "postgres": "emptied_postgres_dsn"}
+    opened = open_units(parse_dsn(cast("str", request.getfixturevalue(where[request.param]))))
     await opened.open()
     if request.param == "postgres":
         await emptied(opened)
-    yield SqlSubject(SqlRunStore(opened), opened)
-    await opened.close()
+    return opened

@@ -17,7 +17,7 @@ from tests.contract.emptying import emptied
 from tests.contract.histories import ALL, Author, Move, heard, state
 from tests.rules import rule
 
-HISTORIES = 50
+HISTORIES = 40
 MOVES = 60
 
 
