@@ -44,13 +44,21 @@ def postgres_template(request: pytest.FixtureRequest, postgres_cluster: Postgres
 
 
 @pytest.fixture
-def postgres_dsn(
-    request: pytest.FixtureRequest, postgres_cluster: PostgresServer, postgres_template: str
-) -> Iterator[str]:
+def postgres_dsn(postgres_cluster: PostgresServer, postgres_template: str) -> Iterator[str]:
     """A fresh, migrated database of this test alone."""
-    name = _server(request.config)["prefix"] + "_" + secrets.token_hex(6)
-    yield postgres_cluster.create_database(name, template=postgres_template)
-    postgres_cluster.drop_database(name)
+    yield from _clone(postgres_cluster, postgres_template)
+
+
+@pytest.fixture(scope="session")
+def emptied_postgres_dsn(postgres_cluster: PostgresServer, postgres_template: str) -> Iterator[str]:
+    """One database for many short tests, each of which finds it empty: a clone for each would cost more than they."""
+    yield from _clone(postgres_cluster, postgres_template)
+
+
+def _clone(cluster: PostgresServer, template: str) -> Iterator[str]:
+    name = f"{template.removesuffix('_template')}_{secrets.token_hex(6)}"
+    yield cluster.create_database(name, template=template)
+    cluster.drop_database(name)
 
 
 @pytest.fixture

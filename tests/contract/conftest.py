@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import cast
 
 import pytest
@@ -12,7 +11,6 @@ from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.store.units import Units, open_units
 from deerflow_runs.testing.contract import ModelSubject, SqlSubject, Subject
-from deerflow_runs.testing.postgres import PostgresServer
 from tests.contract.emptying import emptied
 
 
@@ -28,14 +26,6 @@ async def units(request: pytest.FixtureRequest) -> AsyncIterator[Units]:
 async def store(units: Units) -> SqlRunStore:
     """A store on an empty database of each kind."""
     return SqlRunStore(units)
-
-
-@pytest.fixture(scope="session")
-def emptied_postgres_dsn(postgres_cluster: PostgresServer, postgres_template: str) -> Iterator[str]:
-    """One database for many short tests, each of which finds it empty: a clone for each would cost more than they."""
-    name = f"{postgres_template.removesuffix('_template')}_{secrets.token_hex(6)}"
-    yield postgres_cluster.create_database(name, template=postgres_template)
-    postgres_cluster.drop_database(name)
 
 
 @pytest.fixture(params=["model", "sqlite", "postgres"])

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import anyio
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
 
 from deerflow_runs.model import (
     EVERYONE,
@@ -28,6 +28,8 @@ from deerflow_runs.protocol.admission import Deny, Newcomer, Reuse
 from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Decision, Given, Refused
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Admission, Admitted, Renewed
+from deerflow_runs.store.connections import CONNECTIONS
+from deerflow_runs.store.database import DatabaseKind
 from deerflow_runs.store.rows import to_run, whole
 from deerflow_runs.store.schema import outbox
 from deerflow_runs.store.sql import SqlRunStore
@@ -164,6 +166,16 @@ async def receipts(units: Units) -> list[tuple[str, int]]:
     return await units.read(lambda connection: sorted(tuple(row) for row in connection.execute(counted)))
 
 
+async def states_of_connections(units: Units) -> set[str]:
+    """What the server says of ours, of which there are no more than were allowed; SQLite has none to tell of."""
+    if units.dialect.kind is not DatabaseKind.POSTGRES:
+        return set()
+    ours = text("SELECT state FROM pg_stat_activity WHERE datname = current_database() AND backend_type LIKE 'client%'")
+    states = await units.read(lambda connection: list(connection.execute(ours).scalars()))
+    assert len(states) <= CONNECTIONS
+    return set(states)
+
+
 @rule("O8", "I1", "I5", "I6", "B006", "B008", "B034", "P4")
 async def test_300_random_cancellations_leave_no_verb_half_done_and_no_thread_stuck(
     store: SqlRunStore, units: Units
@@ -189,6 +201,7 @@ async def test_300_random_cancellations_leave_no_verb_half_done_and_no_thread_st
     assert other_tasks() == set()
     async with asyncio.timeout(60):
         await asyncio.gather(*(store.now() for _ in range(50)))
+    assert await states_of_connections(units) <= {"active", "idle"}
 
 
 # --- Cancel scopes, which cancel at every turn of the loop ----------------------------------------------------------

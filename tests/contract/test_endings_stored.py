@@ -18,8 +18,8 @@ from deerflow_runs.store.schema import base_writes, events, outbox
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.store.threads import NewThread, ThreadChange
 from deerflow_runs.store.units import Units
-from deerflow_runs.testing.contract.queueing import ENDS
 from deerflow_runs.testing.contract.stage import HOUR, THREAD, Stage, names
+from deerflow_runs.testing.contract.turns import ENDS
 from tests.contract.emptying import emptied
 from tests.rules import rule
 

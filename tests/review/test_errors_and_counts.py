@@ -10,8 +10,9 @@ from sqlalchemy.exc import DBAPIError
 from deerflow_runs.model import Session, Usage
 from deerflow_runs.protocol.decision import Given
 from deerflow_runs.protocol.lifecycle import RunEvent
+from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.sql import SqlRunStore
-from deerflow_runs.store.units import Units
+from deerflow_runs.store.units import open_units
 from tests.contract.conftest import store, units  # noqa: F401 - fixtures
 from tests.contract.lives import ME, admitted, executed, happened, started
 from tests.rules import rule
@@ -53,9 +54,15 @@ async def test_a_requirement_no_database_holds_defers_a_run_all_the_same(store: 
 
 
 @rule("F67")
-async def test_an_error_of_the_database_shows_no_input(units: Units, store: SqlRunStore) -> None:  # noqa: F811
-    await store.open_session(Session(ME))
-    await executed(units, "ALTER TABLE dr_runs DROP COLUMN last_ai_message")
-    with pytest.raises(DBAPIError) as caught:
-        await admitted(store, "a", kwargs={"input": "my secret"})
-    assert "my secret" not in str(caught.value)
+async def test_an_error_of_the_database_shows_no_input(dsn: str) -> None:
+    broken = open_units(parse_dsn(dsn))
+    await broken.open()
+    try:
+        store = SqlRunStore(broken)
+        await store.open_session(Session(ME))
+        await executed(broken, "ALTER TABLE dr_runs DROP COLUMN last_ai_message")
+        with pytest.raises(DBAPIError) as caught:
+            await admitted(store, "a", kwargs={"input": "my secret"})
+        assert "my secret" not in str(caught.value)
+    finally:
+        await broken.close()

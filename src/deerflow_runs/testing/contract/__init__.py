@@ -27,6 +27,7 @@ from deerflow_runs.testing.contract.reservations import RESERVATIONS
 from deerflow_runs.testing.contract.sessions import SESSIONS
 from deerflow_runs.testing.contract.subject import ModelSubject, SqlSubject, Subject
 from deerflow_runs.testing.contract.table import agrees_with_the_table
+from deerflow_runs.testing.contract.turns import TURNS
 
 __all__ = ["CHECKS", "Check", "ModelSubject", "SqlSubject", "Subject"]
 
@@ -46,6 +47,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *ADMISSION,
     *REQUESTS,
     *QUEUEING,
+    *TURNS,
     *RESERVATIONS,
     *CANCELLING,
     *RECOVERY,

@@ -1,13 +1,10 @@
-"""The contract's part about runs that wait: their order, their number, and whose turn it is when a thread is free.
+"""The contract's part about runs that wait: how many, in which order, what does not let them in, and which sweeps do.
 
-Every kind of end promotes in its own transaction (O7, O28), so none of these checks ever asks for a sweep, but those
-about runs for later.
+Whose turn it is when something ends is in ``turns``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, Final
 
 from deerflow_runs.model import (
@@ -15,21 +12,26 @@ from deerflow_runs.model import (
     CancelAction,
     Micros,
     OnOrphan,
-    OperationKind,
     Run,
-    SessionState,
+    RunStatus,
     Strategy,
-    WorkerId,
 )
-from deerflow_runs.protocol.admission import DenyFull
+from deerflow_runs.protocol.admission import Deny, DenyFull
 from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Given
 from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.testing.contract.check import Checks
-from deerflow_runs.testing.contract.stage import AT_ONCE, HOUR, INSTANT, ME, OTHER, THREAD, Stage, at, key, names
+from deerflow_runs.testing.contract.stage import (
+    HOUR,
+    INSTANT,
+    ME,
+    Stage,
+    key,
+    names,
+    outcome,
+)
 
 QUEUEING: Final = Checks()
 
-RESTORED: Final = Given(restored=True)
 A_WHILE: Final = Micros(20_000)
 """Longer than an admission takes, as a rule. Where it is not, a check proves less, and is true all the same."""
 
@@ -95,8 +97,8 @@ async def a_run_for_later_takes_its_place_by_the_time_it_is_due(stage: Stage) ->
     await stage.waits("now")
     await stage.waits("near", delay=HOUR)
     assert await stage.queue() == ["soon", "now", "near", "far"]
-    await stage.ends(await stage.now(await _active(stage)))
-    assert names([await _active(stage)]) == ["soon"]
+    await stage.ends(await stage.now(await stage.held()))
+    assert names([await stage.held()]) == ["soon"]
 
 
 @QUEUEING("I17")
@@ -109,186 +111,30 @@ async def whoever_is_due_first_goes_first_in_whatever_order_they_came(stage: Sta
         in_order = names(sorted(waiting, key=lambda one: (one.due_at, one.seq)))
         assert await stage.queue(thread_id) == in_order
         await stage.ends(run)
-        assert names([await _active(stage, thread_id)]) == in_order[:1]
+        assert names([await stage.held(thread_id)]) == in_order[:1]
 
 
-async def _active(stage: Stage, thread_id: str = THREAD) -> Run:
-    holder = await stage.holder(thread_id)
-    assert holder is not None
-    return holder
-
-
-# --- Whose turn it is when something ends ---------------------------------------------------------------------------
-
-End = Callable[[Stage], Awaitable[object]]
-
-
-async def _settled(stage: Stage, how: RunEvent) -> None:
-    run = await stage.starts("holder")
-    await stage.waits("next")
-    await stage.ends(run, how=how)
-
-
-async def _unstarted(stage: Stage) -> None:
-    run = await stage.arrives("holder")
-    await stage.waits("next")
-    await stage.ends(run, how=RunEvent.SETTLE_ERROR)
-
-
-async def _cancelled(stage: Stage) -> None:
-    run = await stage.starts("holder")
-    await stage.arrives("next", strategy=Strategy.INTERRUPT)
-    await stage.ends(run, how=RunEvent.SETTLE_CANCELLED)
-
-
-async def _cancelled_but_finished(stage: Stage) -> None:
-    run = await stage.starts("holder")
-    await stage.arrives("next", strategy=Strategy.INTERRUPT)
-    await stage.ends(run)
-
-
-async def _forced(stage: Stage) -> None:
-    run = await stage.starts("holder")
-    await stage.arrives("next", strategy=Strategy.INTERRUPT)
-    await stage.happens(RunEvent.FORCE, run, AT_ONCE, by=at(run, OTHER))
-
-
-async def _forced_by_a_sweep(stage: Stage) -> None:
-    await stage.starts("holder")
-    await stage.arrives("next", strategy=Strategy.INTERRUPT)
-    assert names(await stage.store.force(Actor(OTHER), AT_ONCE, 10)) == ["holder"]
-
-
-async def _rolled_back(stage: Stage, *, by: WorkerId) -> None:
-    run = await stage.starts("holder")
-    await stage.arrives("next", strategy=Strategy.ROLLBACK)
-    seized = await stage.happens(RunEvent.SEIZE, run, AT_ONCE, by=at(run, by))
-    assert await stage.queue() == ["next"], "a seized run still holds its thread"
-    await stage.ends(seized, RESTORED, how=RunEvent.SETTLE_CANCELLED)
-
-
-async def _rollback_failed(stage: Stage) -> None:
-    run = await stage.starts("holder", max_attempts=1)
-    await stage.arrives("next", strategy=Strategy.ROLLBACK)
-    for _ in range(2):
-        run = await stage.happens(RunEvent.SEIZE, run)
-    await stage.ends(run, how=RunEvent.SETTLE_ROLLBACK_FAILED)
-
-
-async def _orphan(stage: Stage, **asked: Any) -> Run:
-    owner = await stage.opens(WorkerId("host:gone"))
-    run = await stage.starts("holder", **{"worker_id": owner} | asked)
-    await stage.waits("next")
-    await stage.dies(owner)
-    return run
-
-
-async def _taken_over(stage: Stage, **asked: Any) -> None:
-    run = await _orphan(stage, **asked)
-    await stage.happens(RunEvent.TAKE_OVER_FAIL, run, by=Actor(ME))
-
-
-async def _taken_over_by_a_sweep(stage: Stage) -> None:
-    await _orphan(stage)
-    assert names((await stage.store.take_over(Actor(ME), NOTHING_GIVEN, 10)).ended) == ["holder"]
-
-
-async def _homeless(stage: Stage) -> None:
-    home = await stage.opens(WorkerId("host:gone"))
-    await stage.arrives("holder", worker_id=home, take=False, pinned=True)
-    await stage.waits("next")
-    await stage.dies(home)
-    assert names((await stage.store.take_over(Actor(ME), NOTHING_GIVEN, 10)).ended) == ["holder"]
-
-
-async def _given_back(stage: Stage) -> None:
-    run = await stage.starts("holder")
-    await stage.waits("next")
-    await stage.ends(run, how=RunEvent.GIVE_BACK_FAIL)
-
-
-async def _ended_while_vacant(stage: Stage) -> None:
-    await stage.arrives("holder", take=False, pinned=True)
-    await stage.waits("next")
-    await stage.opens(ME)
-    await stage.store.renew(ME, state=SessionState.DRAINING)
-    assert names(await stage.store.end_waiting(Actor(ME), 10)) == ["holder"]
-
-
-async def _released(stage: Stage) -> None:
-    held = await stage.reserves("holder")
-    await stage.waits("next")
-    await stage.happens(RunEvent.RELEASE, held)
-
-
-async def _released_by_a_sweep(stage: Stage) -> None:
-    owner = await stage.opens(WorkerId("host:gone"))
-    await stage.reserves("holder", worker_id=owner)
-    await stage.waits("next")
-    await stage.dies(owner)
-    assert names((await stage.store.take_over(Actor(ME), NOTHING_GIVEN, 10)).released) == ["holder"]
-
-
-ENDS: Final[dict[str, End]] = {
-    "that succeeds": partial(_settled, how=RunEvent.SETTLE_SUCCESS),
-    "that fails": partial(_settled, how=RunEvent.SETTLE_ERROR),
-    "that runs out of time": partial(_settled, how=RunEvent.SETTLE_TIMEOUT),
-    "that is stopped": partial(_settled, how=RunEvent.SETTLE_CANCELLED),
-    "that fails before it has started": _unstarted,
-    "that is interrupted by its owner": _cancelled,
-    "that finishes although it was interrupted": _cancelled_but_finished,
-    "that is forced": _forced,
-    "that is forced by a sweep": _forced_by_a_sweep,
-    "that is rolled back by its owner": partial(_rolled_back, by=ME),
-    "that is rolled back by another session": partial(_rolled_back, by=OTHER),
-    "whose rollback failed": _rollback_failed,
-    "whose owner died": _taken_over,
-    "whose owner died and that has no attempt left": partial(_taken_over, on_orphan=OnOrphan.RESUME, max_attempts=1),
-    "whose owner died, by a sweep": _taken_over_by_a_sweep,
-    "that waited for a home that died": _homeless,
-    "that is given back and can only fail": _given_back,
-    "that waited for a session that drains": _ended_while_vacant,
-    "that was a reservation": _released,
-    "that was a dead session's reservation": _released_by_a_sweep,
-}
-"""Every way in which what holds a thread comes to its end."""
-
-
-async def _lets_the_next_in(stage: Stage, *, end: End) -> None:
-    await end(stage)
-    after = await _active(stage)
-    assert (after.run_id, after.vacant, after.queue_behind, after.epoch) == ("next", True, True, 0), after
-    assert after.not_before <= await stage.store.now()
-    assert await stage.queue() == []
-
-
-for _sentence, _end in ENDS.items():
-    QUEUEING.tell(
-        f"the end of a holder {_sentence} gives the thread to the next at once",
-        partial(_lets_the_next_in, end=_end),
-        *("O7", "O28", "I7"),
-    )
-
-
-@QUEUEING("O28")
-async def the_end_of_a_delete_ends_what_waits_behind_it(stage: Stage) -> None:
-    held = await stage.reserves("delete", kind=OperationKind.DELETE)
-    waiting = [await stage.waits("one"), await stage.waits("two", delay=HOUR)]
-    await stage.happens(RunEvent.RELEASE, held)
-    assert [as_ended(await stage.now(run)) for run in waiting] == 2 * [("interrupted", "interrupt")]
-    assert await stage.holder() is None
-
-
-@QUEUEING("O28")
-async def the_arrival_of_a_delete_ends_what_waits_on_an_idle_thread(stage: Stage) -> None:
-    waiting = await stage.waits("one", delay=HOUR)
-    await stage.reserves("delete", kind=OperationKind.DELETE)
-    assert as_ended(await stage.now(waiting)) == ("interrupted", "interrupt")
-
-
-def as_ended(run: Run) -> tuple[str, str | None]:
-    """How it ended."""
-    return (run.status.value, run.stop_reason)
+@QUEUEING("O2", "O3", "B022")
+async def a_run_for_later_waits_whatever_stands_there_and_displaces_nobody(stage: Stage) -> None:
+    held: dict[str, Run | None] = {
+        "idle": None,
+        "running": await stage.starts("holder-1", "running"),
+        "vacant": await stage.arrives("holder-2", "vacant", take=False),
+        "reserved": await stage.reserves("holder-3", "reserved"),
+    }
+    for thread_id, holder in held.items():
+        await stage.waits(f"waiting-{thread_id}", thread_id, delay=HOUR)
+        for strategy in (Strategy.ENQUEUE, Strategy.INTERRUPT, Strategy.ROLLBACK):
+            run = await stage.arrives(f"{strategy}-{thread_id}", thread_id, strategy=strategy, delay=HOUR)
+            assert (run.status, run.owner_worker_id, run.epoch) == (RunStatus.QUEUED, None, 0)
+        answer = await stage.admit(f"reject-{thread_id}", thread_id, delay=HOUR)
+        assert isinstance(answer, Deny), answer
+        assert len(await stage.queue(thread_id)) == 4
+        if holder is not None:
+            now = await stage.now(holder)
+            assert (now.status, now.cancel_action, now.queue_behind) == (holder.status, None, True)
+    lone = await stage.arrives("lone", "free", delay=HOUR)
+    assert (lone.status, await stage.holder("free")) == (RunStatus.QUEUED, None)
 
 
 # --- What frees nothing ---------------------------------------------------------------------------------------------
@@ -302,7 +148,8 @@ async def what_takes_a_run_from_its_owner_without_ending_it_lets_nobody_in(stage
         await stage.waits(f"next-{event.name}", event)
         await stage.happens(event, run, Given(requirements=frozenset({"gpu"})))
         assert await stage.queue(event) == [f"next-{event.name}"]
-    await _orphan(stage, on_orphan=OnOrphan.RESUME)
+    await stage.is_orphaned("holder")
+    await stage.waits("next")
     assert names((await stage.store.take_over(Actor(ME), NOTHING_GIVEN, 10)).resumed) == ["holder"]
     assert await stage.queue() == ["next"]
 
@@ -312,8 +159,8 @@ async def the_end_of_a_waiting_run_lets_nobody_in(stage: Stage) -> None:
     await stage.starts("holder")
     first, _ = await stage.waits("first"), await stage.waits("second")
     ended = await stage.happens(RunEvent.CANCEL_QUEUED, first, Given(action=CancelAction.ROLLBACK))
-    assert as_ended(ended) == ("interrupted", "rollback")
-    assert (names([await _active(stage)]), await stage.queue()) == (["holder"], ["second"])
+    assert outcome(ended) == ("interrupted", "rollback", 0)
+    assert (names([await stage.held()]), await stage.queue()) == (["holder"], ["second"])
 
 
 @QUEUEING("O7")
@@ -368,7 +215,7 @@ async def a_promotion_by_name_obeys_order_time_and_the_thread(stage: Stage) -> N
     assert await stage.refused(RunEvent.PROMOTE, second) in (Refusal.THREAD_BUSY, Refusal.NOT_FIRST)
     assert await stage.refused(RunEvent.PROMOTE, later) is Refusal.TOO_EARLY
     await stage.ends(run)
-    assert names([await _active(stage)]) == ["first"]
+    assert names([await stage.held()]) == ["first"]
     assert await stage.refused(RunEvent.PROMOTE, first) is Refusal.WRONG_STATUS
 
 

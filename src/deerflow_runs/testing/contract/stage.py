@@ -173,6 +173,12 @@ class Stage:
         """What holds a thread."""
         return await self.store.active(ThreadId(thread_id))
 
+    async def held(self, thread_id: str = THREAD) -> Run:
+        """What holds a thread that must be held."""
+        holder = await self.holder(thread_id)
+        assert holder is not None, f"nothing holds {thread_id}"
+        return holder
+
     async def queue(self, thread_id: str = THREAD) -> list[str]:
         """The ids of what waits on a thread, in order."""
         return names(await self.store.queue(ThreadId(thread_id)))
