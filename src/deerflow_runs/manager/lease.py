@@ -1,0 +1,322 @@
+"""``RunLease``: what a run's own code is given to hold, and the one gate through which its effects pass.
+
+The gate is computed from the session's trust whenever it is asked, never kept as a flag (O9). A lease does not talk to
+the store: whoever learns of a loss tells it, and it stops the run (O18).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from contextvars import ContextVar, Token as ContextToken
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, final
+
+from deerflow_runs.errors import DeerflowRunsError, UsageError
+from deerflow_runs.model import CancelAction, Run, RunId, RunKey, ThreadId, WorkerId
+from deerflow_runs.manager.session import WorkerSession
+
+__all__ = [
+    "OwnershipLost",
+    "RunLease",
+    "RunStopped",
+    "StopCause",
+    "Token",
+    "WriteRefused",
+    "check",
+    "check_in_thread",
+    "current_lease",
+]
+
+THREAD_PAUSE: Final = 0.05
+"""Seconds between two looks of a thread that waits while its run is suspended."""
+
+
+class StopCause(Enum):
+    """Why a run's body was told to stop. The first cause stands, but a loss overrides every other."""
+
+    CANCEL = "cancel"
+    TIMEOUT = "timeout"
+    DRAIN = "drain"
+    SUSPENDED = "suspended"
+    """Suspended for longer than ``max_suspend``: aborted locally, to be given back (O12)."""
+    LOST = "lost"
+    """Fenced: another holder may be writing. Nothing of this copy is stored any more."""
+
+
+class RunStopped(asyncio.CancelledError):
+    """The run is to stop now. Raised by ``check()``; the body's task is cancelled as well, so not catching it is right.
+
+    ``cause`` says why.
+    """
+
+    def __init__(self, run_id: str, cause: StopCause) -> None:
+        super().__init__(f"run {run_id} stops: {cause.value}")
+        self.run_id = run_id
+        self.cause = cause
+
+
+@final
+class OwnershipLost(RunStopped):
+    """This process no longer holds the run: stop, and write nothing (O17, O18)."""
+
+    def __init__(self, run_id: str, reason: str) -> None:
+        RunStopped.__init__(self, run_id, StopCause.LOST)
+        self.args = (f"run {run_id} is no longer held here: {reason}",)
+        self.reason = reason
+
+
+@final
+class WriteRefused(DeerflowRunsError):
+    """A durable write was refused because the run's epoch has passed to another holder; nothing of it was stored.
+
+    An ordinary exception on purpose: LangGraph drops a cancellation that a background write raises (O18). The lease
+    was fenced before this was raised.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(f"a write of run {run_id} was refused: another holder has the run")
+        self.run_id = run_id
+
+
+@final
+@dataclass(frozen=True, slots=True, order=True)
+class Token:
+    """The order of writers on a thread: a newer token takes over at once whatever an older one still holds (O15).
+
+    ``turn`` is 0 until the run has started for the first time.
+    """
+
+    turn: int
+    epoch: int
+
+
+@final
+class RunLease:
+    """One grant of a run to this process, from its start to its end, over every take-back (the epoch then moves).
+
+    Safe to ask from any thread. ``check()`` belongs before every step and every effect; ``token`` fences what a run
+    holds elsewhere.
+    """
+
+    def __init__(self, run: Run, session: WorkerSession) -> None:
+        self._run = run
+        self._session = session
+        self._loop = asyncio.get_running_loop()
+        self._home_thread = threading.get_ident()
+        self._fence_reason: str | None = None
+        self._cause: StopCause | None = None
+        self._action: CancelAction | None = None
+        self._closed = False
+        self._body: asyncio.Task[object] | None = None
+        self._stopped = asyncio.Event()
+        self._turns: set[asyncio.Future[None]] = set()
+
+    def __repr__(self) -> str:
+        state = f"fenced: {self._fence_reason}" if self.fenced else "trusted" if self.trusted() else "suspended"
+        return f"<RunLease {self.run_id} epoch {self.epoch}, {state}>"
+
+    # --- What it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """The row as this process last saw it."""
+        return self._run
+
+    @property
+    def key(self) -> RunKey:
+        """Where the run is found."""
+        return self._run.key
+
+    @property
+    def run_id(self) -> RunId:
+        """The run's id."""
+        return self._run.run_id
+
+    @property
+    def thread_id(self) -> ThreadId:
+        """The run's thread."""
+        return self._run.thread_id
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """The session under which the run is held; another one than the manager's until the run was taken back."""
+        return self._run.owner_worker_id or self._session.worker_id
+
+    @property
+    def epoch(self) -> int:
+        """The fencing token's second part: it moves when the run is taken back or seized."""
+        return self._run.epoch
+
+    @property
+    def token(self) -> Token:
+        """What this holder's writes are ordered by."""
+        return Token(self._run.turn or 0, self._run.epoch)
+
+    @property
+    def fenced(self) -> bool:
+        """Whether the run is known to be lost. Final."""
+        return self._fence_reason is not None
+
+    @property
+    def fence_reason(self) -> str | None:
+        """Why it is lost; None while it is not."""
+        return self._fence_reason
+
+    @property
+    def stop_cause(self) -> StopCause | None:
+        """Why the body was told to stop; None while it may go on."""
+        return self._cause
+
+    @property
+    def cancel_action(self) -> CancelAction | None:
+        """The action of the cancel that this process has heard of."""
+        return self._action
+
+    def idempotency_key(self, step: str) -> str:
+        """For effects that cannot be fenced: ``run:epoch:step``, the same for a repeat of this step by this holder."""
+        return f"{self.run_id}:{self.epoch}:{step}"
+
+    # --- The gate ---------------------------------------------------------------------------------------------------
+
+    def trusted(self) -> bool:
+        """Whether something new may start or be written now (I11). Costs no query."""
+        mine = self._run.owner_worker_id == self._session.worker_id
+        return mine and not self.fenced and not self._closed and self._session.trusted()
+
+    async def check(self) -> None:
+        """Return at once while the run is held and trusted. Raises ``OwnershipLost`` or ``RunStopped`` when it is over;
+        waits while it is suspended (O12, O17). Safe to cancel."""
+        while not self._clear():
+            await self._turn()
+
+    def check_in_thread(self) -> None:
+        """The same for synchronous code in a thread of its own, which it blocks while the run is suspended."""
+        if threading.get_ident() == self._home_thread:
+            raise UsageError("on the event loop use `await lease.check()`; check_in_thread() would block it")
+        while not self._clear():
+            time.sleep(THREAD_PAUSE)
+
+    def _clear(self) -> bool:
+        if self._fence_reason is not None:
+            raise OwnershipLost(self.run_id, self._fence_reason)
+        if self._cause is not None:
+            raise RunStopped(self.run_id, self._cause)
+        if self._closed:
+            raise OwnershipLost(self.run_id, "it has ended")
+        return self.trusted()
+
+    async def until_trusted(self) -> bool:
+        """Wait until the run is trusted; False: it is fenced. For whoever ends the run: a stop does not matter to it."""
+        while not self.trusted():
+            if self.fenced:
+                return False
+            await self._turn()
+        return True
+
+    async def _turn(self) -> None:
+        """Until something about this lease or its session's trust has changed."""
+        turn = self._loop.create_future()
+        self._turns.add(turn)
+        try:
+            await turn
+        finally:
+            self._turns.discard(turn)
+
+    # --- What happens to it -----------------------------------------------------------------------------------------
+
+    def fence(self, reason: str) -> None:
+        """The run is lost. The flag comes first, so that nothing passes the gate while the task is being stopped
+        (O18). Safe from any thread, and to repeat."""
+        if self._fence_reason is None and not self._closed:
+            self._fence_reason = reason
+            self._cause = StopCause.LOST
+            self._stop_from_anywhere()
+
+    def stop(self, cause: StopCause, action: CancelAction | None = None) -> None:
+        """Tell the body to stop. The first cause stands (O19: and the first action). Main loop only."""
+        if self._closed or self._cause is not None:
+            return
+        self._cause = cause
+        self._action = action
+        self._stop_body()
+
+    def insist(self) -> None:
+        """Cancel a body that was told to stop and has not ended: it may have swallowed the first cancellation."""
+        if self._cause is not None:
+            self._stop_body()
+
+    def wake(self) -> None:
+        """Something changed: whoever waits looks again. Main loop only."""
+        for turn in self._turns:
+            if not turn.done():
+                turn.set_result(None)
+
+    def saw(self, run: Run) -> None:
+        """The row has changed by this holder's own doing: started, taken back, seized. Opens the gate again."""
+        self._run = run
+        self.wake()
+
+    def bind(self, body: asyncio.Task[object] | None) -> None:
+        """The task that runs the body; None: it has left it."""
+        self._body = body
+
+    def close(self) -> None:
+        """The run has ended or left this process: no effect passes any more."""
+        self._closed = True
+        self._body = None
+        self.wake()
+
+    async def until_stopped(self) -> None:
+        """Wait until the body is told to stop."""
+        await self._stopped.wait()
+
+    def _stop_body(self) -> None:
+        self._stopped.set()
+        self.wake()
+        if self._body is not None and not self._body.done():
+            self._body.cancel()
+
+    def _stop_from_anywhere(self) -> None:
+        if threading.get_ident() == self._home_thread:
+            self._stop_body()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is left to be stopped
+            self._loop.call_soon_threadsafe(self._stop_body)
+
+
+# --- The run in whose body the caller stands ------------------------------------------------------------------------
+
+_CURRENT: ContextVar[RunLease | None] = ContextVar("deerflow_runs_lease", default=None)
+
+
+def current_lease() -> RunLease:
+    """The lease of the run in whose body the caller stands: in its task, its children, and threads that got a copy of
+    its context (``asyncio.to_thread``). Raises ``UsageError`` anywhere else."""
+    lease = _CURRENT.get()
+    if lease is None:
+        raise UsageError("no run is under way here; call this from inside a run's own code")
+    return lease
+
+
+async def check() -> None:
+    """``RunLease.check()`` of the run in whose body the caller stands."""
+    await current_lease().check()
+
+
+def check_in_thread() -> None:
+    """``RunLease.check_in_thread()`` of the run in whose body the caller stands."""
+    current_lease().check_in_thread()
+
+
+def enter(lease: RunLease) -> ContextToken[RunLease | None]:
+    """Make it the current lease of this context, until ``leave``."""
+    return _CURRENT.set(lease)
+
+
+def leave(token: ContextToken[RunLease | None]) -> None:
+    """Undo ``enter``."""
+    _CURRENT.reset(token)
