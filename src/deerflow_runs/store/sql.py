@@ -80,6 +80,11 @@ class SqlRunStore:
         self.outbox: Final = SqlOutbox(units)
         self._coalescer = Coalescer(self._alone, self._together) if units.dialect.writes_in_ctes else None
 
+    @property
+    def units(self) -> Units:
+        """The way to the same database for those whose writes belong beside a run, guarded by ``store.fence``."""
+        return self._units
+
     async def open(self) -> None:
         """See ``RunStore.open``."""
         if self._upgrade is not None:
