@@ -10,14 +10,16 @@ import asyncio
 import contextlib
 import threading
 import time
-from contextvars import ContextVar, Token as ContextToken
+from collections.abc import Callable
+from contextvars import ContextVar
+from contextvars import Token as ContextToken
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, final
+from typing import Any, Final, final
 
 from deerflow_runs.errors import DeerflowRunsError, UsageError
-from deerflow_runs.model import CancelAction, Run, RunId, RunKey, ThreadId, WorkerId
 from deerflow_runs.manager.session import WorkerSession
+from deerflow_runs.model import CancelAction, Run, RunId, RunKey, ThreadId, WorkerId
 
 __all__ = [
     "OwnershipLost",
@@ -111,8 +113,9 @@ class RunLease:
         self._cause: StopCause | None = None
         self._action: CancelAction | None = None
         self._closed = False
-        self._body: asyncio.Task[object] | None = None
-        self._stopped = asyncio.Event()
+        self._draining = False
+        self._on_stop: Callable[[], None] | None = None
+        self._body: asyncio.Task[Any] | None = None
         self._turns: set[asyncio.Future[None]] = set()
 
     def __repr__(self) -> str:
@@ -176,6 +179,16 @@ class RunLease:
         """The action of the cancel that this process has heard of."""
         return self._action
 
+    @property
+    def draining(self) -> bool:
+        """Whether the worker is about to leave: stop after the present step if you can, by raising ``Drained``."""
+        return self._draining
+
+    async def until_draining(self) -> None:
+        """Wait until ``draining``."""
+        while not self._draining:
+            await self._turn()
+
     def idempotency_key(self, step: str) -> str:
         """For effects that cannot be fenced: ``run:epoch:step``, the same for a repeat of this step by this holder."""
         return f"{self.run_id}:{self.epoch}:{step}"
@@ -184,8 +197,8 @@ class RunLease:
 
     def trusted(self) -> bool:
         """Whether something new may start or be written now (I11). Costs no query."""
-        mine = self._run.owner_worker_id == self._session.worker_id
-        return mine and not self.fenced and not self._closed and self._session.trusted()
+        open_here = self._fence_reason is None and not self._closed
+        return open_here and self._session.trusted(self._run.owner_worker_id)
 
     async def check(self) -> None:
         """Return at once while the run is held and trusted. Raises ``OwnershipLost`` or ``RunStopped`` when it is over;
@@ -210,7 +223,7 @@ class RunLease:
         return self.trusted()
 
     async def until_trusted(self) -> bool:
-        """Wait until the run is trusted; False: it is fenced. For whoever ends the run: a stop does not matter to it."""
+        """Wait until the run is trusted; False: it is fenced. For whoever ends it: a stop does not matter there."""
         while not self.trusted():
             if self.fenced:
                 return False
@@ -246,8 +259,13 @@ class RunLease:
 
     def insist(self) -> None:
         """Cancel a body that was told to stop and has not ended: it may have swallowed the first cancellation."""
-        if self._cause is not None:
-            self._stop_body()
+        if self._cause is not None and self._body is not None and not self._body.done():
+            self._body.cancel()
+
+    def ask_to_drain(self) -> None:
+        """The worker is about to leave: a body that can stop between two steps should (O35)."""
+        self._draining = True
+        self.wake()
 
     def wake(self) -> None:
         """Something changed: whoever waits looks again. Main loop only."""
@@ -260,25 +278,25 @@ class RunLease:
         self._run = run
         self.wake()
 
-    def bind(self, body: asyncio.Task[object] | None) -> None:
-        """The task that runs the body; None: it has left it."""
-        self._body = body
+    def bind(self, body: asyncio.Task[Any], on_stop: Callable[[], None]) -> None:
+        """``body`` runs the run's code from now on; ``on_stop`` is called in the main loop when it was told to stop.
+        One that was told before it began is told at once."""
+        self._body, self._on_stop = body, on_stop
+        if self._cause is not None:
+            self._stop_body()
 
     def close(self) -> None:
         """The run has ended or left this process: no effect passes any more."""
         self._closed = True
-        self._body = None
+        self._body = self._on_stop = None
         self.wake()
 
-    async def until_stopped(self) -> None:
-        """Wait until the body is told to stop."""
-        await self._stopped.wait()
-
     def _stop_body(self) -> None:
-        self._stopped.set()
         self.wake()
         if self._body is not None and not self._body.done():
             self._body.cancel()
+        if self._on_stop is not None:
+            self._on_stop()
 
     def _stop_from_anywhere(self) -> None:
         if threading.get_ident() == self._home_thread:

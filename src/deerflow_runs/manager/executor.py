@@ -1,0 +1,140 @@
+"""What carries out a run: the ``Executor`` protocol, what it answers, and plain async functions as executors.
+
+A named executor travels: its payload is stored, and any worker that has it may run or resume the run. A function is
+local: only the process that was given it can run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, final
+
+from deerflow_runs.manager.lease import RunLease
+from deerflow_runs.model import NO_USAGE, Run, RunStatus, ThreadOutcome, Usage
+from deerflow_runs.protocol.decision import Given
+
+CAPABILITY: Final = "executor:"
+"""What precedes an executor's name in the capability that its runs require."""
+
+SETTLES: Final = frozenset({RunStatus.SUCCESS, RunStatus.ERROR, RunStatus.TIMEOUT, RunStatus.INTERRUPTED})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended by itself. ``interrupted`` as a status means that it waits for a human (its ``thread_outcome`` is
+    then ``interrupted`` too, unless given); ``values`` and ``interrupts`` go to the thread's row, ``checkpoint`` is the
+    id of the last one written."""
+
+    status: RunStatus = RunStatus.SUCCESS
+    error: str | None = field(default=None, repr=False)
+    stop_reason: str | None = None
+    usage: Usage = field(default=NO_USAGE, repr=False)
+    values: Any = field(default=None, repr=False)
+    interrupts: Any = field(default=None, repr=False)
+    thread_outcome: ThreadOutcome | None = None
+    checkpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.status not in SETTLES:
+            raise ValueError(f"an outcome's status is one of {', '.join(sorted(SETTLES))}, not {self.status}")
+
+    def given(self) -> Given:
+        """As the store takes it."""
+        return Given(
+            stop_reason=self.stop_reason,
+            error=self.error,
+            usage=self.usage,
+            outcome=self.thread_outcome,
+            values=self.values,
+            interrupts=self.interrupts,
+            checkpoint=self.checkpoint,
+        )
+
+
+SUCCEEDED: Final = Outcome()
+
+
+class NeedsCapability(Exception):
+    """Raised by an executor that cannot go on here: the run is deferred to a worker that has what it names. No attempt
+    is spent. Only before the run has recorded anything at its present epoch."""
+
+    def __init__(self, *names: str) -> None:
+        if not names:
+            raise ValueError("name at least one capability")
+        super().__init__(f"needs {', '.join(names)}")
+        self.names = frozenset(names)
+
+
+class Drained(Exception):
+    """Raised by an executor that has stopped between two steps because its worker is about to leave: another one goes
+    on from there. One that finishes meanwhile returns as always."""
+
+
+class Executor(Protocol):
+    """Carries out the runs of one name. One object serves many runs at once.
+
+    ``payload_version`` is stored with every run: a worker of another release is given the version that was written.
+    """
+
+    payload_version: int
+
+    def encode(self, payload: Any) -> Mapping[str, Any]:
+        """The payload as JSON, before admission. Raises ``InvalidValue`` naming the path of what cannot travel."""
+
+    def decode(self, stored: Mapping[str, Any], version: int) -> Any:
+        """What ``encode`` of that version made of; on whoever claims the run."""
+
+    async def heads(self, run: Run) -> Mapping[str, str]:
+        """The thread's checkpoints before the run's first step: namespace to id. Asked once, before the first start."""
+
+    async def run(self, lease: RunLease, payload: Any) -> Outcome | None:
+        """Carry it out; None is a plain success. Cancelled when the run is to stop; ``lease.stop_cause`` says why."""
+
+    async def restore(self, lease: RunLease) -> None:
+        """Put back the state before the run and remove what it wrote (O4). Fenced by ``lease``, safe to repeat."""
+
+
+RunFunction = Callable[[RunLease], Awaitable[Outcome | None]]
+RestoreFunction = Callable[[RunLease], Awaitable[None]]
+
+
+@final
+class LocalExecutor:
+    """A function of this process as the executor of one run. Without ``restore`` there is nothing to put back."""
+
+    payload_version: int = 1
+
+    def __init__(self, function: RunFunction, restore: RestoreFunction | None = None) -> None:
+        self._function = function
+        self._restore = restore
+
+    def encode(self, payload: Any) -> Mapping[str, Any]:
+        """A function takes its input along itself; what is stored is for the record."""
+        return dict(payload) if payload else {}
+
+    def decode(self, stored: Mapping[str, Any], version: int) -> Any:  # noqa: ARG002 - the protocol's signature
+        """Nothing: the function has it."""
+        return None
+
+    async def heads(self, run: Run) -> Mapping[str, str]:  # noqa: ARG002
+        """It writes no checkpoints that this package knows of."""
+        return {}
+
+    async def run(self, lease: RunLease, payload: Any) -> Outcome | None:  # noqa: ARG002
+        """Call it."""
+        return await self._function(lease)
+
+    async def restore(self, lease: RunLease) -> None:
+        """Call what was given for it, if anything was."""
+        if self._restore is not None:
+            await self._restore(lease)
+
+
+async def _nothing(lease: RunLease) -> None:
+    """The body of a run whose code is somewhere else."""
+
+
+NOTHING_TO_RESTORE: Final = LocalExecutor(_nothing)
+"""For a run without an executor, seized from a process that is gone: it left nothing that could be put back."""
