@@ -27,8 +27,9 @@ from deerflow_runs.model import (
 )
 from deerflow_runs.protocol.admission import Clash, Deny, DenyFull, Newcomer, Reuse
 from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Decision, Given
-from deerflow_runs.protocol.judge import Verdict
+from deerflow_runs.protocol.judge import Sign, Verdict
 from deerflow_runs.protocol.lifecycle import RunEvent
+from deerflow_runs.store.signals import Signal, SignalMode
 
 # --- Admission ------------------------------------------------------------------------------------------------------
 
@@ -79,6 +80,54 @@ class NotLive:
 
 
 Renewal = Renewed | NotLive
+
+
+class SessionLine(Protocol):
+    """One session's own connection (O10), which no pool, no manager and no other write can keep busy.
+
+    It belongs to the event loop in which it was connected. Everything that asks the database raises
+    ``StoreUnavailable`` when the connection is broken, missing, or a lock stays; nothing is retried, and a beat that
+    failed may or may not have been counted: ``connect`` again, then repeat it. Cancelling such a question (a
+    time-out) ends at once, also on a dead network, but may break the connection off, so connect again after it too.
+    """
+
+    @property
+    def mode(self) -> SignalMode:
+        """How ``wait`` hears of signals now. On PostgreSQL POLLING until a ``probe`` has come back."""
+
+    @property
+    def hinted(self) -> bool:
+        """Whether this connection holds the session's kernel-released hint now (O27). Never raises."""
+
+    async def connect(self, worker_id: WorkerId) -> None:
+        """Connect, listen, and take the hint; also to reconnect, or for a new session: the old connection is closed
+        first. A hint that cannot be taken is no error, only not ``hinted``."""
+
+    async def open_session(self, session: Session) -> Session:
+        """See ``OwnershipStore.open_session``; the line fills in ``hinted``, and ``boot_id`` where it is empty."""
+
+    async def renew(self, worker_id: WorkerId, *, state: SessionState) -> Renewal:
+        """One beat, one statement, one round trip; the line says itself whether it is ``hinted``."""
+
+    async def requests(self, worker_id: WorkerId) -> tuple[CancelRequest, ...]:
+        """The cancel requests a beat would answer, by one read that renews nothing."""
+
+    async def close_session(self, worker_id: WorkerId) -> bool:
+        """See ``OwnershipStore.close_session``."""
+
+    async def wait(self, seconds: float) -> frozenset[Signal]:
+        """The signals for this worker as soon as there are any, or none when the time is over. A signal that came
+        between two waits is in the next. Safe to cancel: nothing is lost and nothing is broken off.
+
+        On SQLite any commit of anybody, our own store's and our own beats included, means CANCEL and WORK."""
+
+    async def probe(self) -> bool:
+        """Whether signals still arrive (PostgreSQL: a NOTIFY to ourselves, within a second); sets ``mode``. Also
+        takes a hint again that was held by somebody else. A line that answers nothing at all is broken off, and
+        raises."""
+
+    async def close(self) -> None:
+        """Close the connection and let the hint go. Never raises and never waits for the network."""
 
 
 # --- Recovery -------------------------------------------------------------------------------------------------------
@@ -308,3 +357,15 @@ class RunStore(OwnershipStore, Protocol):
 
     async def visibility(self, thread_id: ThreadId, *, scope: Scope) -> Visibility:
         """Which runs regenerations and edits hide."""
+
+    # Between workers
+
+    def session_line(self) -> SessionLine:
+        """A line for one worker session, not connected yet: no I/O. It may be used in any one event loop."""
+
+    async def send(self, signal: Signal, to: WorkerId | None = None) -> None:
+        """Wake the worker ``to``, or everybody. To be called after the commit it tells of. Never raises, and waits a
+        second at most: a signal is a hint, and what it tells of is found with the next beat all the same (O33)."""
+
+    async def signs(self, sessions: Sequence[Session]) -> Mapping[WorkerId, Sign]:
+        """What the kernel says about these sessions' processes, for a judge's look (O27); who is missing has none."""

@@ -102,15 +102,20 @@ def renew(
     """One beat. PostgreSQL: one statement renews and reads; SQLite: two in one transaction. Never touches a run."""
     bag = {"p_worker": worker_id, "p_hinted": hinted, "p_state": state.value}
     if dialect.writes_in_ctes:
-        beats = requests = _beat_and_requests(dialect).run(connection, bag).all()
+        beats = found = _beat_and_requests(dialect).run(connection, bag).all()
     else:
         beats = _beat(dialect).run(connection, bag).all()
-        requests = _requests().run(connection, bag).all() if beats else []
+        found = _requests().run(connection, bag).all() if beats else []
     if not beats:
         return NotLive()
     beat = beats[0]
-    found = tuple(_request(row) for row in requests if row.run_id is not None)
-    return Renewed(beat.beat, Micros(beat.expires_at), SessionState(beat.state), found)
+    asked = tuple(_request(row) for row in found if row.run_id is not None)
+    return Renewed(beat.beat, Micros(beat.expires_at), SessionState(beat.state), asked)
+
+
+def requests(connection: Connection, worker_id: WorkerId) -> tuple[CancelRequest, ...]:
+    """The cancel requests alone: what a beat would answer, without beating."""
+    return tuple(_request(row) for row in _requests().run(connection, {"p_worker": worker_id}))
 
 
 def _request(row: Row[Any]) -> CancelRequest:

@@ -33,7 +33,7 @@ from deerflow_runs.protocol.admission import (
     plan_admission,
 )
 from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Decision, Given
-from deerflow_runs.protocol.judge import Verdict
+from deerflow_runs.protocol.judge import Sign, Verdict
 from deerflow_runs.protocol.lifecycle import TRANSITIONS, RunEvent
 from deerflow_runs.store import arrivals, endings, events, incoming, reads, sessions, together
 from deerflow_runs.store.base import (
@@ -43,6 +43,7 @@ from deerflow_runs.store.base import (
     Page,
     Renewal,
     RunFilter,
+    SessionLine,
     Settlement,
     Swept,
     TokenTotals,
@@ -51,6 +52,9 @@ from deerflow_runs.store.base import (
 from deerflow_runs.store.clauses import Shape
 from deerflow_runs.store.coalesce import Coalescer
 from deerflow_runs.store.faces import SqlOutbox, SqlThreads
+from deerflow_runs.store.line import Lines
+from deerflow_runs.store.line_memory import MemoryLines
+from deerflow_runs.store.signals import Signal
 from deerflow_runs.store.together import TOGETHER
 from deerflow_runs.store.units import Unit, Units
 
@@ -71,8 +75,11 @@ class SqlRunStore:
         *,
         upgrade: Callable[[], Awaitable[None]] | None = None,
         jitter: Callable[[], float] = random.random,
+        lines: Lines | None = None,
     ) -> None:
+        """Without ``lines`` its workers are woken, and its sessions beat, inside this process only."""
         self._units = units
+        self._lines = lines or MemoryLines(units)
         self._upgrade = upgrade
         self._dialect = units.dialect
         self._jitter = jitter
@@ -95,6 +102,7 @@ class SqlRunStore:
         """See ``RunStore.close``."""
         if self._coalescer is not None:
             await self._coalescer.idle()
+        await self._lines.close()
         await self._units.close()
 
     async def __aenter__(self) -> Self:
@@ -142,6 +150,18 @@ class SqlRunStore:
     async def forget_dead(self, *, kept_for: Micros) -> int:
         """Remove sessions that died longer ago than ``kept_for`` and that no open run names."""
         return await self._units.once(self._unit(sessions.forget_dead, kept_for))
+
+    def session_line(self) -> SessionLine:
+        """See ``RunStore.session_line``."""
+        return self._lines.line()
+
+    async def send(self, signal: Signal, to: WorkerId | None = None) -> None:
+        """See ``RunStore.send``."""
+        await self._lines.send(signal, to)
+
+    async def signs(self, sessions: Sequence[Session]) -> Mapping[WorkerId, Sign]:
+        """See ``RunStore.signs``."""
+        return await self._lines.signs(sessions)
 
     # --- Admission --------------------------------------------------------------------------------------------------
 
