@@ -15,10 +15,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from deerflow_runs.docs import configuration, lifecycle
+from deerflow_runs.docs import configuration, lifecycle, observability
 
 PAGES: Final[Mapping[str, Callable[[], str]]] = MappingProxyType(
-    {"configuration.md": configuration.page, "lifecycle.md": lifecycle.page}
+    {
+        "configuration.md": configuration.page,
+        "lifecycle.md": lifecycle.page,
+        "observability.md": observability.page,
+    }
 )
 """The generated pages, by their path below ``docs/``."""
 

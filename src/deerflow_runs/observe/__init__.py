@@ -5,8 +5,11 @@ Nothing here decides, waits or does I/O beyond the standard library's logging, a
 
 from __future__ import annotations
 
-from deerflow_runs.observe.base import Event, EventOfRun, error_code
+from deerflow_runs.observe.base import About, Event, EventOfRun, error_code
+from deerflow_runs.observe.counters import Counted, Counters, Durations
 from deerflow_runs.observe.drain import DrainBegun, DrainEnded, DrainHurried, DrainStepEnded
+from deerflow_runs.observe.log import LogObserver
+from deerflow_runs.observe.observers import Observer, Observers
 from deerflow_runs.observe.recovery import (
     ClaimFailed,
     ReadDegraded,
@@ -58,21 +61,28 @@ from deerflow_runs.observe.sessions import (
 )
 
 __all__ = [
+    "About",
     "BeatFailed",
     "CancelHeard",
     "CancelRequested",
     "ClaimFailed",
+    "Counted",
+    "Counters",
     "DeliveryFailed",
     "DeliveryMade",
     "DrainBegun",
     "DrainEnded",
     "DrainHurried",
     "DrainStepEnded",
+    "Durations",
     "Event",
     "EventOfRun",
     "LingeringEnded",
+    "LogObserver",
     "LoopRecovered",
     "LoopStalled",
+    "Observer",
+    "Observers",
     "ReadDegraded",
     "ReservationLost",
     "ReservationReleased",

@@ -23,6 +23,8 @@ class DrainBegun(Event):
 class DrainStepEnded(Event):
     """A step of the drain is over, done or out of time. Once for each step, in their order."""
 
+    counted_by = "step"
+
     step: Annotated[Step, About("the step")]
     seconds: Annotated[float, About("how long it took", "seconds")]
     runs: Annotated[int, About("runs that this worker still held after it", "count")]

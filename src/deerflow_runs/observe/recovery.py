@@ -22,6 +22,7 @@ class SessionDeclaredDead(Event):
     """
 
     level = logging.WARNING
+    counted_by = "how"
 
     judged: Annotated[WorkerId, About("the session that is dead; `worker_id` is the one that judged")]
     how: Annotated[How, About("what the verdict rests on")]
@@ -33,6 +34,7 @@ class RunRecovered(EventOfRun):
     """A worker dealt with a run whose owner or home is dead (O29, O31). Once for each time that its worker dies."""
 
     level = logging.WARNING
+    counted_by = "how"
 
     how: Annotated[
         RecoveredHow,

@@ -18,6 +18,7 @@ class RunAdmitted(EventOfRun):
     """A new run was stored, by the worker that was asked. Once for each run."""
 
     level = logging.DEBUG
+    counted_by = "status"
 
     status: Annotated[RunStatus, About("`pending` if it holds its thread, `queued` if it waits for it")]
     strategy: Annotated[Strategy, About("what it asked for if its thread was held")]
@@ -34,16 +35,16 @@ class RunReused(EventOfRun):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDenied(EventOfRun):
-    """A run was not admitted because its thread is held or its queue is full; nothing was stored. Once per request.
+    """A run was not admitted because its thread is held or a limit is reached; nothing was stored. Once per request.
 
     Many of them mean that callers do not wait, or should ask with strategy `enqueue`.
     """
 
     level = logging.DEBUG
 
-    holder: Annotated[RunId | None, About("the operation that stands in the way; none if the queue is full")]
+    holder: Annotated[RunId | None, About("the operation that stands in the way; none if a limit is reached")]
     owner: Annotated[WorkerId | None, About("the session that owns the holder; none if it waits for one")]
-    retry_after: Annotated[int, About("when the caller was told to ask again", "seconds")]
+    retry_after: Annotated[int, About("how long the caller was told to wait", "seconds")]
 
 
 # ---- from claim to end ---------------------------------------------------------------------------------------------
@@ -75,8 +76,10 @@ class RunStarted(EventOfRun):
 class RunSettled(EventOfRun):
     """A run has ended, and its owner has stored how. Once for each run that its owner ends.
 
-    Runs that others end tell of it with `RunForced` or `RunRecovered`.
+    The end of a run that others end is told by `RunForced`, `RunRecovered` or, while it is queued, `CancelRequested`.
     """
+
+    counted_by = "status"
 
     epoch: Epoch
     status: Annotated[RunStatus, About("how it ended")]
@@ -107,8 +110,9 @@ class CancelRequested(EventOfRun):
     """A worker was asked to cancel a run, its own or another's, and has answered. Once for each request."""
 
     level = logging.DEBUG
+    counted_by = "outcome"
 
-    action: Annotated[CancelAction, About("the action in force: the first one recorded")]
+    action: Annotated[CancelAction, About("the action in force, which is the first one asked for")]
     outcome: Annotated[str, About("what was answered, a word of `CancelOutcome`")]
 
 
@@ -118,6 +122,7 @@ class CancelHeard(EventOfRun):
     """The owner of a run learnt of its cancel and stops it. Once for each run that is stopped by it."""
 
     level = logging.DEBUG
+    counted_by = "action"
 
     action: Annotated[CancelAction, About("the action in force")]
 
@@ -125,12 +130,11 @@ class CancelHeard(EventOfRun):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunForced(EventOfRun):
-    """A worker that does not hold a cancelled run has ended it (O4), because no holder did within `cancel_grace`.
+    """A worker that does not hold a cancelled run has ended it (O4). Once for each such run.
 
-    Rare. The owner, if it lives, is fenced: see why it did not stop.
+    Nobody held it, its owner was dead, or it did not stop within `cancel_grace`; in that case its owner tells
+    `RunLingers`.
     """
-
-    level = logging.WARNING
 
 
 @final
@@ -179,7 +183,7 @@ class RunFenced(EventOfRun):
 
     level = logging.WARNING
 
-    epoch: Annotated[int, About("the fencing token that is worth nothing now", "count")]
+    epoch: Annotated[int, About("the fencing token that is worth nothing now", "number")]
     reason: Annotated[str, About("what gave it away, in our words")]
 
 
@@ -213,6 +217,7 @@ class RunGivenBack(EventOfRun):
     """
 
     level = logging.WARNING
+    counted_by = "status"
 
     status: Annotated[RunStatus, About("`pending` if it waits for another worker, or how it ended")]
 
@@ -228,7 +233,7 @@ class RunHandedOver(EventOfRun):
 class RunDeferred(EventOfRun):
     """A run asked for capabilities that its owner lacks, and waits for a worker that has them. Once per grant."""
 
-    requirements: Annotated[frozenset[str], About("the capabilities it needs now")]
+    requirements: Annotated[tuple[str, ...], About("the capabilities it needs now")]
 
 
 @final
@@ -261,6 +266,7 @@ class ReservationTaken(EventOfRun):
     """A thread was reserved: no run starts on it until the reservation is released. Once for each reservation."""
 
     level = logging.DEBUG
+    counted_by = "kind"
 
     kind: Reserved
 
@@ -271,6 +277,7 @@ class ReservationReleased(EventOfRun):
     """The worker that took a reservation has released it. Once for each reservation that was not lost."""
 
     level = logging.DEBUG
+    counted_by = "kind"
 
     kind: Reserved
 
@@ -281,6 +288,7 @@ class ReservationLost(EventOfRun):
     """The holder of a reservation found that it is its own no longer, and stopped its work. Once per reservation."""
 
     level = logging.WARNING
+    counted_by = "kind"
 
     kind: Reserved
 
@@ -296,6 +304,7 @@ class DeliveryMade(EventOfRun):
     """A hook was told of a run's end, by any worker that has the hook. At least once for each end."""
 
     level = logging.DEBUG
+    counted_by = "kind"
 
     kind: Hook
     attempt: Attempt
@@ -307,6 +316,7 @@ class DeliveryFailed(EventOfRun):
     """A hook raised, or took too long; the delivery is made again later, perhaps by another worker. At every try."""
 
     level = logging.WARNING
+    counted_by = "kind"
 
     kind: Hook
     attempt: Attempt

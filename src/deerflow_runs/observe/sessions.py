@@ -41,9 +41,9 @@ class SessionClosed(Event):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeatFailed(Event):
-    """A beat got no answer, or an error; the worker tries again at once. Told from the heartbeat's thread, every time.
+    """A beat got no answer, or an error; another follows soon. Told from the heartbeat's thread, every time.
 
-    A few are harmless. Look at the database or the network when they go on: trust ends in less than a lease.
+    A few are harmless. If they go on, trust ends in less than a lease: look at the database and the network.
     """
 
     level = logging.WARNING
@@ -93,10 +93,12 @@ class LoopRecovered(Event):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalModeChanged(Event):
-    """Signals between workers now travel another way; told at the start as well (O33).
+    """Signals from other workers reach this one another way from now on (O33). Told at each change.
 
     `polling` on Postgres means that notifications do not arrive, as behind a transaction pooler: a foreign cancel then
     takes up to one beat.
     """
+
+    counted_by = "mode"
 
     mode: Annotated[str, About("the way now in force, a word of `SignalMode`")]
