@@ -12,6 +12,7 @@ from deerflow_runs.errors import (
     StoreUnavailable,
     ThreadBusy,
     UsageError,
+    UserBusy,
 )
 from deerflow_runs.model import (
     EVERYONE,
@@ -31,6 +32,7 @@ from deerflow_runs.model import (
     Usage,
     WorkerId,
 )
+from deerflow_runs.observe import Counters, Event, LogObserver, Observer
 from deerflow_runs.store.opening import store_at
 from deerflow_runs.store.sql import SqlRunStore
 
@@ -39,11 +41,15 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "EVERYONE",
     "CancelAction",
+    "Counters",
     "DeerflowRunsError",
+    "Event",
     "IdempotencyMismatch",
     "InvalidConfig",
     "InvalidDsn",
     "InvalidValue",
+    "LogObserver",
+    "Observer",
     "OnDisconnect",
     "OnOrphan",
     "OneUser",
@@ -64,6 +70,7 @@ __all__ = [
     "ThreadId",
     "Usage",
     "UsageError",
+    "UserBusy",
     "WorkerId",
     "store_at",
 ]

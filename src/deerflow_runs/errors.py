@@ -11,7 +11,8 @@ question that got no answer::
     │   └── IdempotencyMismatch           the key is known, the request is another (O5)
     ├── Refusal errors                    the answer is no, and says who holds what and when to retry
     │   ├── ThreadBusy                    another operation holds the thread
-    │   └── QueueFull                     the thread's queue is at its limit
+    │   ├── QueueFull                     the thread's queue is at its limit
+    │   └── UserBusy                      the user has as many active runs as one may have
     ├── SchemaMismatch                    the tables are not those this version reads; says the command
     └── StoreUnavailable                  no answer: the write may or may not have happened (repeat it, O8)
 """
@@ -87,6 +88,17 @@ class QueueFull(DeerflowRunsError):
     def __init__(self, *, thread_id: str, limit: int, retry_after: int) -> None:
         super().__init__(f"thread {thread_id} already has {limit} runs waiting; retry in {retry_after} s")
         self.thread_id = thread_id
+        self.limit = limit
+        self.retry_after = retry_after
+
+
+class UserBusy(DeerflowRunsError):
+    """The user already has as many active runs, on whatever threads, as one user may have (I19); ``limit`` says how
+    many, ``retry_after`` is in seconds."""
+
+    def __init__(self, *, user_id: str, limit: int, retry_after: int) -> None:
+        super().__init__(f"user {user_id} already has {limit} active runs; retry in {retry_after} s")
+        self.user_id = user_id
         self.limit = limit
         self.retry_after = retry_after
 

@@ -258,6 +258,11 @@ class Run:
         return self.kind is not OperationKind.RUN
 
     @property
+    def rolled_back(self) -> bool:
+        """Ended by a rollback: its thread is as if it had never run, and its row is kept for audit."""
+        return self.status is RunStatus.INTERRUPTED and self.stop_reason == StopReason.ROLLBACK
+
+    @property
     def rollback_owed(self) -> bool:
         """A rollback is recorded and the run has started once: its restore must happen before it ends (O4)."""
         return self.cancel_action is CancelAction.ROLLBACK and self.turn is not None

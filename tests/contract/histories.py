@@ -26,7 +26,7 @@ from deerflow_runs.model import (
     WorkerId,
     micros,
 )
-from deerflow_runs.protocol.admission import Clash, Deny, DenyFull, Newcomer, Reuse
+from deerflow_runs.protocol.admission import Clash, Deny, DenyFull, DenyUser, Newcomer, Reuse
 from deerflow_runs.protocol.decision import Actor, Applied, Given, Refused, decide
 from deerflow_runs.protocol.judge import How, Verdict
 from deerflow_runs.protocol.lifecycle import RunEvent
@@ -192,6 +192,7 @@ class Author:
             stateless=self._often(0.3),
             max_attempts=chance.randrange(1, 4),
             max_queued=chance.choice((None, 2)),
+            max_active_per_user=chance.choice((None, 1, 2)),
             deliveries={"webhook": {"to": "somebody"}} if self._often(0.3) else {},
         )
 
@@ -287,11 +288,11 @@ class Author:
 
 
 async def purged(store: OwnershipStore) -> int:
-    """How many ended runs were removed: all of them. The model has no verb for it."""
+    """How many ended runs were removed: all that owe no delivery. The model has no verb for it."""
     if isinstance(store, SqlRunStore):
         return await store.purge(before=Micros(2**62), limit=ALL)
     assert isinstance(store, ModelStore)
-    ended = [run for run in store.world.runs.values() if run.terminal]
+    ended = [run for run in store.world.runs.values() if run.terminal and not run.deliveries]
     return len([await store.apply(run.key, RunEvent.REMOVE, Actor(WorkerId(""))) for run in ended])
 
 
@@ -359,8 +360,8 @@ def heard(answer: Any) -> Any:
             return (type(answer).__name__, plain(run), by_key)
         case Deny(holder, retry_after):
             return ("denied", plain(holder), retry_after >= 1)
-        case DenyFull(limit, retry_after):
-            return ("full", limit, retry_after >= 1)
+        case DenyFull(limit, retry_after) | DenyUser(limit, retry_after):
+            return (type(answer).__name__, limit, retry_after >= 1)
         case Swept(ended, resumed, freed, released):
             return ("swept", *map(_by_id, (ended, resumed, freed, released)))
         case Renewed(beat, _, session_state, requests):

@@ -158,6 +158,7 @@ async def test_a_purge_removes_what_ended_before_an_instant_oldest_first_and_fre
     await stage.starts("open")
     await stage.waits("waiting", idempotency_key="w")
     await _hang(units, "a")
+    await _all_delivered(store)
     until_c = ended[2].settled_at
     assert until_c is not None
     assert await store.purge(before=until_c, limit=1) == 1
@@ -168,3 +169,30 @@ async def test_a_purge_removes_what_ended_before_an_instant_oldest_first_and_fre
     assert sorted(await rows(units)) == ["open", "waiting"]
     assert await _hanging(units) == {"dr_base_writes": [], "dr_events": [], "dr_outbox": []}
     assert names([await stage.waits("again", idempotency_key="a")]) == ["again"]
+
+
+async def _all_delivered(store: SqlRunStore) -> None:
+    for delivery in await store.outbox.take(["hook", "webhook"], 100, FAR):
+        assert await store.outbox.delivered(delivery)
+
+
+@rule("O28")
+async def test_a_purge_leaves_a_run_alone_until_everything_it_owes_is_delivered(store: SqlRunStore) -> None:
+    stage = Stage(store)
+    for name, owed in (("owes", {"hook": {}, "webhook": {}}), ("owes nothing", {}), ("owes too", {"hook": {}})):
+        await stage.ends(await stage.starts(name, name, deliveries=owed))
+    assert await store.purge(before=FAR, limit=1) == 1, "what is owed by one stops no other"
+    (webhook,) = await store.outbox.take(["webhook"], 9, FAR)
+    assert await store.outbox.delivered(webhook)
+    assert await store.purge(before=FAR, limit=9) == 0
+    assert await store.outbox.pending() == {"hook": 2}
+    await _all_delivered(store)
+    assert await store.purge(before=FAR, limit=9) == 2
+
+
+@rule("O28")
+async def test_who_removes_a_run_by_name_means_it_whatever_it_owes(store: SqlRunStore) -> None:
+    stage = Stage(store)
+    ended = await stage.ends(await stage.starts("owes", deliveries={"hook": {}}))
+    await stage.happens(RunEvent.REMOVE, ended)
+    assert await store.outbox.pending() == {}

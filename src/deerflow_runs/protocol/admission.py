@@ -37,6 +37,8 @@ class Newcomer:
     ``take`` says that the asking session has a free slot and can run it: it enters owned, otherwise vacant. ``pinned``
     makes the asking session its home: no other may claim it. ``delay`` is microseconds from the store's now.
     ``stateless`` runs have their idempotency key to themselves per user, others per user and thread (O5).
+    ``max_active_per_user`` is how many active runs the user may have for this one to enter at once (I19). What waits is
+    not counted, and is not held up by the limit when its turn comes: it gates arrivals.
     """
 
     run_id: RunId
@@ -65,6 +67,7 @@ class Newcomer:
     temporary: bool = False
     deliveries: Mapping[str, Any] = field(default_factory=dict, repr=False)
     max_queued: int | None = 100
+    max_active_per_user: int | None = None
 
     def __post_init__(self) -> None:
         """A reservation that waits, is nobody's, or is found again by a key would hold a thread for no one."""
@@ -84,6 +87,11 @@ class Newcomer:
         return f"{len(user)}:{user}{'' if self.stateless else self.thread_id}"
 
     @property
+    def user_limit(self) -> int | None:
+        """``max_active_per_user`` where it applies: to a run of some user. Reservations and runs of nobody are free."""
+        return None if self.reservation or self.user_id is None else self.max_active_per_user
+
+    @property
     def delayed(self) -> bool:
         """Not due yet: it waits in the queue whether or not the thread is free."""
         return self.delay > 0
@@ -93,13 +101,15 @@ class Newcomer:
 @dataclass(frozen=True, slots=True)
 class ThreadView:
     """One consistent look at a thread. ``known`` is the run with the newcomer's id, else the one with its key;
-    ``queued`` is in order of (due_at, seq); ``facts`` and ``owner_expires_at`` speak of the active operation."""
+    ``queued`` is in order of (due_at, seq); ``facts`` and ``owner_expires_at`` speak of the active operation.
+    ``user_active`` counts the active runs of the newcomer's user on all threads, where a limit asks for it."""
 
     facts: Facts
     known: Run | None = None
     active: Run | None = None
     queued: tuple[Run, ...] = ()
     owner_expires_at: Micros | None = None
+    user_active: int = 0
 
 
 @final
@@ -179,7 +189,19 @@ class DenyFull:
     retry_after: int
 
 
-Plan = Reuse | Clash | Enter | Wait | Displace | ClearFirst | PromoteFirst | Deny | DenyFull
+@final
+@dataclass(frozen=True, slots=True)
+class DenyUser:
+    """The thread is free, but the user has ``limit`` active runs already, wherever they are."""
+
+    limit: int
+    retry_after: int
+
+
+Plan = Reuse | Clash | Enter | Wait | Displace | ClearFirst | PromoteFirst | Deny | DenyFull | DenyUser
+
+RETRY_USER: Final = 1
+"""Seconds after which a user at the limit may ask again: nobody knows when one of several runs will end."""
 
 CLEARINGS: Final = (
     RunEvent.TAKE_OVER_FAIL,
@@ -192,6 +214,19 @@ CLEARINGS: Final = (
 
 def plan_admission(newcomer: Newcomer, view: ThreadView, given: Given) -> Plan:
     """What to do with ``newcomer`` on the thread of ``view``; ``given`` carries the cancel grace."""
+    plan = _plan_for_thread(newcomer, view, given)
+    limit = newcomer.user_limit
+    if limit is not None and view.user_active >= limit and _becomes_active(plan):
+        return DenyUser(limit, RETRY_USER)
+    return plan
+
+
+def _becomes_active(plan: Plan) -> bool:
+    """Whether the newcomer would hold its thread at once: only then does it count among its user's (I19)."""
+    return isinstance(plan, Enter) or (isinstance(plan, Displace) and plan.incumbent is None)
+
+
+def _plan_for_thread(newcomer: Newcomer, view: ThreadView, given: Given) -> Plan:
     if view.known is not None:
         return _known(newcomer, view.known)
     if clearing := _clearing(newcomer, view, given):

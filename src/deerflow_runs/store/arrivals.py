@@ -68,10 +68,21 @@ class StartAgain(Exception):
 def enter(connection: Connection, dialect: Dialect, newcomer: Newcomer) -> Run | None:
     """O1: in one statement, unless a run waits on the thread, something is active, or the id or key is known.
 
-    ``enqueue`` passes runs that are not due yet; ``reject`` respects those too.
+    ``enqueue`` passes runs that are not due yet; ``reject`` respects those too. A user's limit makes it a transaction:
+    whoever else enters for the same user is locked out until this one can be counted (I19).
     """
+    limited = _lock_user(connection, dialect, newcomer)
     only_due = newcomer.strategy is Strategy.ENQUEUE
-    return _insert(connection, dialect, newcomer, _entering(dialect, newcomer.take, only_due))
+    return _insert(connection, dialect, newcomer, _entering(dialect, newcomer.take, only_due, limited))
+
+
+def _lock_user(connection: Connection, dialect: Dialect, newcomer: Newcomer) -> bool:
+    """Take the user's lock where a limit is to be kept. In a statement of its own, so that what is counted after it
+    holds whoever had the lock before; and before the thread's lock, in which order alone the two are ever taken."""
+    if newcomer.user_limit is None or newcomer.user_id is None:
+        return False
+    dialect.lock_user(connection, newcomer.user_id)
+    return True
 
 
 def wait_behind(connection: Connection, dialect: Dialect, newcomer: Newcomer, given: Given) -> Admitted | None:
@@ -97,12 +108,14 @@ def _insert(connection: Connection, dialect: Dialect, newcomer: Newcomer, statem
 
 
 @cache
-def _entering(dialect: Dialect, take: bool, only_due: bool | None) -> Statement:  # noqa: FBT001 - cached
+def _entering(dialect: Dialect, take: bool, only_due: bool | None, limited: bool = False) -> Statement:  # noqa: FBT001, FBT002 - cached
     waiting = runs.alias("waiting")
     queued = and_(waiting.c.thread_id == bindparam("p_thread"), waiting.c.status == word(RunStatus.QUEUED))
     due = [waiting.c.due_at <= dialect.now] if only_due else []
     nobody_waits = ~select(literal_column("1")).select_from(waiting).where(queued, *due).exists()
-    return _insertion(dialect, RunStatus.PENDING, take, true() if only_due is None else nobody_waits)
+    free = true() if only_due is None else nobody_waits
+    room = _active_of_user().scalar_subquery() < bindparam("p_max_active", type_=BigInteger)
+    return _insertion(dialect, RunStatus.PENDING, take, and_(free, room) if limited else free)
 
 
 @cache
@@ -112,6 +125,18 @@ def _queueing(dialect: Dialect, limited: bool) -> Statement:  # noqa: FBT001 - c
     length = select(func.count()).select_from(waiting).where(queued).scalar_subquery()
     room = length < bindparam("p_max_queued", type_=BigInteger) if limited else true()
     return _insertion(dialect, RunStatus.QUEUED, False, room)
+
+
+def _active_of_user() -> Select[Any]:
+    """How many runs of the newcomer's user are active, on whatever threads. Names the predicate of its index."""
+    theirs = runs.alias("theirs")
+    counted = and_(
+        theirs.c.user_id == bindparam("p_user_id", type_=R.user_id.type),
+        theirs.c.created_at >= literal_column("0"),
+        theirs.c.active,
+        theirs.c.operation_kind == word(OperationKind.RUN),
+    )
+    return select(func.count()).select_from(theirs).where(counted)
 
 
 def _insertion(dialect: Dialect, status: RunStatus, take: bool, where: ColumnElement[bool]) -> Statement:  # noqa: FBT001
@@ -189,6 +214,7 @@ def _newcomer_parameters(newcomer: Newcomer) -> dict[str, Any]:
         "delay": newcomer.delay,
         "worker": newcomer.worker_id,
         "max_queued": newcomer.max_queued,
+        "max_active": newcomer.max_active_per_user,
     }
     return {f"p_{name}": value for name, value in (given | changed).items()}
 
@@ -232,7 +258,13 @@ def look_at_thread(connection: Connection, dialect: Dialect, newcomer: Newcomer)
         active=active.run if active else None,
         queued=waiting,
         owner_expires_at=active.owner_expires_at if active else None,
+        user_active=0 if newcomer.user_limit is None else _counted(dialect).run(connection, bag).scalar_one(),
     )
+
+
+@cache
+def _counted(_: Dialect) -> Statement:
+    return Statement.of(_active_of_user())
 
 
 def _bare_facts(connection: Connection, dialect: Dialect) -> Facts:
@@ -248,6 +280,7 @@ def admit_locked(connection: Connection, dialect: Dialect, newcomer: Newcomer, g
     Answers ``Admitted``, or the plan where it says no, or where something must be cleared away first. Raises
     ``StartAgain`` when the incumbent ended between the look and the change.
     """
+    _lock_user(connection, dialect, newcomer)
     dialect.lock_threads(connection, [newcomer.thread_id])
     plan = plan_admission(newcomer, look_at_thread(connection, dialect, newcomer), given)
     match plan:

@@ -25,7 +25,7 @@ from deerflow_runs.model import (
     ThreadId,
     WorkerId,
 )
-from deerflow_runs.protocol.admission import Clash, Deny, DenyFull, Newcomer, Reuse
+from deerflow_runs.protocol.admission import Clash, Deny, DenyFull, DenyUser, Newcomer, Reuse
 from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Decision, Given
 from deerflow_runs.protocol.judge import Sign, Verdict
 from deerflow_runs.protocol.lifecycle import RunEvent
@@ -45,7 +45,7 @@ class Admitted:
     ended: tuple[Run, ...] = ()
 
 
-Admission = Admitted | Reuse | Clash | Deny | DenyFull
+Admission = Admitted | Reuse | Clash | Deny | DenyFull | DenyUser
 """The answer to a newcomer; see ``protocol.admission`` for the refusals."""
 
 
@@ -177,10 +177,12 @@ class Page:
 @final
 @dataclass(frozen=True, slots=True)
 class RunFilter:
-    """Which runs of a list; what is None does not restrict. ``metadata`` must be contained in the run's."""
+    """Which runs of a list; what is None does not restrict. ``metadata`` must be contained in the run's;
+    ``rolled_back`` is what ``Run.rolled_back`` must be."""
 
     statuses: Collection[RunStatus] | None = None
     metadata: Mapping[str, object] | None = None
+    rolled_back: bool | None = None
 
 
 @final
@@ -316,6 +318,10 @@ class OwnershipStore(Protocol):
     async def queue(self, thread_id: ThreadId) -> tuple[Run, ...]:
         """The runs that wait on the thread, in their order."""
 
+    async def is_newest(self, key: RunKey) -> bool:
+        """Whether no run was admitted to the thread after this one, however it ended; a reservation is none. False for
+        a run that is not there."""
+
 
 class RunStore(OwnershipStore, Protocol):
     """An ownership store that also keeps history: kept in a database that many processes share."""
@@ -324,7 +330,8 @@ class RunStore(OwnershipStore, Protocol):
         """Remove sessions that died longer ago than ``kept_for`` and that no open run names."""
 
     async def purge(self, *, before: Micros, limit: int) -> int:
-        """Remove up to ``limit`` operations that ended before an instant, with all that hangs on them."""
+        """Remove up to ``limit`` operations that ended before an instant, with all that hangs on them. A run stays
+        while one of its deliveries is still to be made: what an ending owes is delivered at least once."""
 
     async def list_runs(
         self,
@@ -336,6 +343,12 @@ class RunStore(OwnershipStore, Protocol):
         after: str | None = None,
     ) -> Page:
         """Runs of a thread, newest first, by a cursor that is stable while others come and go."""
+
+    async def threads_of(
+        self, user_id: str, *, limit: int = 100, after: ThreadId | None = None
+    ) -> tuple[ThreadId, ...]:
+        """The threads that belong to a user or on which the user has a run, in one order, at most ``limit`` after
+        ``after``; fewer than ``limit``: there are no more. For erasing what is kept of a user."""
 
     async def seizable(self, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         """Runs that owe a rollback and that ``by`` may seize (O4)."""

@@ -293,7 +293,6 @@ def _engine(database: Postgres, limits: Limits) -> AsyncEngine:
         connect_args=arguments,
         poolclass=NullPool,
         pool_reset_on_return=None,
-        hide_parameters=True,  # an error's text ends in logs, and a run's input is none of theirs
     )
 
 
@@ -320,6 +319,12 @@ def _fitting(engine: AsyncEngine | None) -> AsyncEngine:
 
 
 def _arranged(engine: AsyncEngine, database: Postgres) -> AsyncEngine:
-    """Autocommit, and our tables' schema: by name in every statement, as no pooler keeps a search path."""
+    """Autocommit, and our tables' schema: by name in every statement, as no pooler keeps a search path.
+
+    What comes back shares the host's pool and is ours otherwise: its errors and logs show no parameters, the host's own
+    remain as the host wants them.
+    """
     schemas = {"schema_translate_map": {None: database.schema}} if database.schema else {}
-    return engine.execution_options(isolation_level="AUTOCOMMIT", **schemas)
+    arranged = engine.execution_options(isolation_level="AUTOCOMMIT", **schemas)
+    arranged.sync_engine.hide_parameters = True  # an error's text ends in logs, and a run's input is none of theirs
+    return arranged

@@ -57,6 +57,7 @@ class Dialect:
     pairs: Callable[[ColumnElement[Any]], FromClause]
     matches: Callable[[ColumnElement[Any], str], ColumnElement[bool]]
     lock_threads: Callable[[Connection, Sequence[str]], None]
+    lock_user: Callable[[Connection, str], None]
     drawn: Callable[[Connection, Counter], None]
     share_lock: Callable[[Select[Any]], Select[Any]]
 
@@ -114,6 +115,14 @@ def _postgres_lock(connection: Connection, threads: Sequence[str]) -> None:
     connection.execute(LOCK_THREADS, {"threads": list(threads)})
 
 
+LOCK_USER: Final = text("SELECT pg_advisory_xact_lock(hashtextextended(CAST(:name AS text), 1))")
+"""I19: the same for a user's admissions, before any thread's lock. Another seed: a user may be called as a thread."""
+
+
+def _postgres_lock_user(connection: Connection, user_id: str) -> None:
+    connection.execute(LOCK_USER, {"name": user_id})
+
+
 def _postgres_counter(counter: Counter) -> ColumnElement[int]:
     return {"seq": schema.SEQ, "turn": schema.TURN}[counter].next_value()
 
@@ -135,6 +144,7 @@ POSTGRES: Final = Dialect(
     pairs=_postgres_pairs,
     matches=_postgres_matches,
     lock_threads=_postgres_lock,
+    lock_user=_postgres_lock_user,
     drawn=_nothing_drawn,
     # O14: the weakest lock that makes a take-over wait for the write it guards, and the other way round.
     share_lock=lambda statement: statement.with_for_update(read=True),
@@ -176,7 +186,7 @@ def _sqlite_matches(column: ColumnElement[Any], name: str) -> ColumnElement[bool
     return func.dr_contains(_json_text(column), _text_bind(name)) == 1
 
 
-def _nothing_to_lock(connection: Connection, threads: Sequence[str]) -> None:
+def _nothing_to_lock(connection: Connection, names: str | Sequence[str]) -> None:
     """O7: BEGIN IMMEDIATE has made this transaction the only writer."""
 
 
@@ -206,6 +216,7 @@ SQLITE: Final = Dialect(
     pairs=_sqlite_pairs,
     matches=_sqlite_matches,
     lock_threads=_nothing_to_lock,
+    lock_user=_nothing_to_lock,
     drawn=_sqlite_drawn,
     share_lock=lambda statement: statement,
 )

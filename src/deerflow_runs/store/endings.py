@@ -54,7 +54,7 @@ from deerflow_runs.store.dialect import Dialect
 from deerflow_runs.store.events import TRIES, explain
 from deerflow_runs.store.lenient import as_text, decoded, read_or_skip
 from deerflow_runs.store.rows import narrow, run_from, whole
-from deerflow_runs.store.schema import runs
+from deerflow_runs.store.schema import outbox, runs
 from deerflow_runs.store.statement import Statement
 
 
@@ -180,14 +180,24 @@ def _possible(wanted: tuple[RunEvent, ...], dialect: Dialect) -> Statement:
 
 
 def purge(connection: Connection, dialect: Dialect, before: Micros, limit: int) -> tuple[Run, ...]:
-    """Remove up to ``limit`` runs that ended before an instant, oldest end first, with all that hangs on them."""
+    """Remove up to ``limit`` runs that ended before an instant, oldest end first, with all that hangs on them.
+
+    A run whose deliveries are not all made stays: its rows are all that remembers what is owed. Whoever removes it by
+    name means it.
+    """
     ids = connection.scalars(_ENDED_BEFORE, {"p_before": before, "p_limit": limit}).all()
     return end_these(connection, dialect, RunEvent.REMOVE, Actor(WorkerId("")), NOTHING_GIVEN, ids)
 
 
+_OWES: Final = (
+    select(literal_column("1"))
+    .where(outbox.c.run_id == R.run_id, outbox.c.delivered_at.is_(null()))
+    .correlate(runs)
+    .exists()
+)
 _ENDED_BEFORE: Final = (
     select(R.run_id)
-    .where(R.settled_at < bindparam("p_before", type_=BigInteger))
+    .where(R.settled_at < bindparam("p_before", type_=BigInteger), ~_OWES)
     .order_by(R.settled_at)
     .limit(bindparam("p_limit", type_=BigInteger))
     .with_for_update(skip_locked=True)

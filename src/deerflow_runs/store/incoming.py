@@ -57,6 +57,8 @@ def _check_counts(newcomer: Newcomer) -> None:
         _whole(newcomer.run_timeout, "run_timeout", 1, LONGEST)
     if newcomer.max_queued is not None:
         _whole(newcomer.max_queued, "max_queued", 0, LARGEST)
+    if newcomer.max_active_per_user is not None:
+        _whole(newcomer.max_active_per_user, "max_active_per_user", 0, LARGEST)
 
 
 def _whole(value: object, path: str, lowest: int, highest: int) -> None:

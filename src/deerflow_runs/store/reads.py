@@ -24,10 +24,12 @@ from sqlalchemy import (
     cast,
     func,
     literal_column,
+    not_,
     null,
     or_,
     select,
     type_coerce,
+    union,
     union_all,
     update,
 )
@@ -37,12 +39,14 @@ from deerflow_runs.model import (
     ACTIVE,
     TERMINAL,
     Micros,
+    OperationKind,
     Run,
     RunId,
     RunKey,
     RunStatus,
     Scope,
     SessionState,
+    StopReason,
     ThreadId,
     WorkerId,
 )
@@ -73,7 +77,7 @@ from deerflow_runs.store.pages import (
     wanted_of,
 )
 from deerflow_runs.store.rows import narrow, run_from, to_run, whole
-from deerflow_runs.store.schema import runs, workers
+from deerflow_runs.store.schema import runs, threads, workers
 from deerflow_runs.store.scopes import in_scope, restricted, scope_parameters
 from deerflow_runs.store.statement import Statement
 from deerflow_runs.store.texts import decode
@@ -152,7 +156,7 @@ def list_runs(
     only = only or RunFilter()
     wanted = wanted_of(only.metadata)
     statuses = None if only.statuses is None else frozenset(only.statuses)
-    shape = ListShape(restricted(scope), statuses, len(wanted.needles))
+    shape = ListShape(restricted(scope), statuses, len(wanted.needles), only.rolled_back)
     bag = {"p_thread": thread_id} | scope_parameters(scope) | wanted.parameters()
     start = BEGINNING if after is None else Position.of(after)
     batch = limit + 1 if wanted.json is None else MANY
@@ -179,11 +183,13 @@ def _page(rows: Iterator[Row[Any]], wanted: Wanted, limit: int) -> Page:
 @final
 @dataclass(frozen=True, slots=True)
 class ListShape:
-    """What decides a list's statement: whether it is one user's, its statuses, and how many texts it looks for."""
+    """What decides a list's statement: whether it is one user's, its statuses, how many texts it looks for, and whether
+    runs that were rolled back are wanted, unwanted or neither."""
 
     mine: bool
     statuses: frozenset[RunStatus] | None
     needles: int
+    rolled_back: bool | None
 
 
 @cache
@@ -192,7 +198,14 @@ def _listed(_: Dialect, shape: ListShape) -> Statement:
     # A text search first, and the exact answer in Python: casting a broken row to JSON would end the whole statement.
     metadata = type_coerce(R.metadata, Text)
     needles = [metadata.like(bindparam(f"p_needle_{n}", type_=Text), escape="/") for n in range(shape.needles)]
-    return in_order(as_text(narrow()), *in_scope(R.user_id, mine=shape.mine), *statuses, *needles)
+    undone = [] if shape.rolled_back is None else [ROLLED_BACK if shape.rolled_back else not_(ROLLED_BACK)]
+    return in_order(as_text(narrow()), *in_scope(R.user_id, mine=shape.mine), *statuses, *undone, *needles)
+
+
+ROLLED_BACK: Final = and_(
+    R.status == word(RunStatus.INTERRUPTED), func.coalesce(R.stop_reason, word("")) == word(StopReason.ROLLBACK)
+)
+"""As ``Run.rolled_back`` says it. Never null, so that its opposite is found too."""
 
 
 def _among(statuses: frozenset[RunStatus]) -> ColumnElement[bool]:
@@ -201,6 +214,66 @@ def _among(statuses: frozenset[RunStatus]) -> ColumnElement[bool]:
         return status_in(*statuses)
     active = [and_(HERE, R.active, status_in(*statuses & ACTIVE))] if statuses & ACTIVE else []
     return or_(*active, *([and_(HERE, WAITING)] if RunStatus.QUEUED in statuses else []))
+
+
+# --- After another, and of a user -----------------------------------------------------------------------------------
+
+
+def is_newest(connection: Connection, dialect: Dialect, key: RunKey) -> bool:
+    """Whether no run was admitted to the thread after this one, by the number drawn at admission and no clock.
+
+    False for a run that is not there. What is admitted a moment later is of course not seen.
+    """
+    return bool(_is_newest(dialect).run(connection, key_parameters(key)).scalar())
+
+
+@cache
+def _is_newest(_: Dialect) -> Statement:
+    later = runs.alias("later")
+    came_later: Select[Any] = select(literal_column("1")).where(
+        later.c.thread_id == R.thread_id,
+        later.c.seq > R.seq,
+        later.c.created_at >= literal_column("0"),  # names the predicate of its index
+        later.c.operation_kind == word(OperationKind.RUN),
+    )
+    return Statement.of(select(~came_later.correlate(runs).exists()).where(at_key(), IS_RUN))
+
+
+def threads_of(
+    connection: Connection, dialect: Dialect, user_id: str, *, limit: int = 100, after: ThreadId | None = None
+) -> tuple[ThreadId, ...]:
+    """The threads that belong to a user or on which the user has a run, in the database's order of their ids.
+
+    Reads what is the user's and nothing else. Raises ``InvalidValue`` for a limit outside 1–1000.
+    """
+    if not 1 <= limit <= MANY:
+        raise InvalidValue("limit", f"must be between 1 and {MANY}")
+    bag = {"p_user": user_id, "p_after": after or "", "p_limit": limit}
+    return tuple(map(ThreadId, _threads_of(dialect).run(connection, bag).scalars()))
+
+
+@cache
+def _threads_of(_: Dialect) -> Statement:
+    user = bindparam("p_user", type_=R.user_id.type)
+    theirs = [R.user_id == user, R.created_at >= literal_column("0"), IS_RUN]  # names the predicate of its index
+    # One arm for each half of that index, in whose order the threads come.
+    arms = (
+        _first_threads(R.thread_id, *theirs, R.active),
+        _first_threads(R.thread_id, *theirs, not_(R.active)),
+        _first_threads(threads.c.thread_id, threads.c.user_id == user),
+    )
+    found = union(*(select(arm.c.thread_id) for arm in arms)).subquery("found")
+    return Statement.of(select(found.c.thread_id).order_by(found.c.thread_id).limit(_limit()))
+
+
+def _first_threads(thread_id: ColumnElement[Any], *where: ColumnElement[bool]) -> Any:
+    after = bindparam("p_after", type_=R.thread_id.type)
+    found = select(thread_id.label("thread_id")).where(*where, thread_id > after)
+    return found.group_by(thread_id).order_by(thread_id).limit(_limit()).subquery()
+
+
+def _limit() -> ColumnElement[int]:
+    return bindparam("p_limit", type_=BigInteger)
 
 
 # --- What is open ---------------------------------------------------------------------------------------------------

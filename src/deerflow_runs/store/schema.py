@@ -43,6 +43,8 @@ QUEUED: Final = text("status = 'queued'")
 ENDED: Final = text("settled_at IS NOT NULL")
 KEYED: Final = text("idempotency_key IS NOT NULL")
 LISTED: Final = text("seq >= 0")
+OF_USERS: Final = text("user_id IS NOT NULL AND created_at >= 0")
+NUMBERED: Final = text("created_at >= 0")
 """Predicates of the partial indexes: one constant each, used by the index and by whoever must infer it."""
 
 
@@ -183,6 +185,11 @@ _partial("ix_dr_runs_settled", runs.c.settled_at, where=ENDED)
 _partial("ix_dr_runs_thread", runs.c.thread_id, runs.c.created_at, runs.c.run_id, where=LISTED)
 """Holds every row, but serves only who says so. Asked for a thread's open runs PostgreSQL would take it whenever the
 small indexes above have grown, and read through all that has ended: their being unique makes it expect one row."""
+
+_partial("ix_dr_runs_user", runs.c.user_id, runs.c.active, runs.c.thread_id, where=OF_USERS)
+_partial("ix_dr_runs_thread_seq", runs.c.thread_id, runs.c.seq, where=NUMBERED)
+"""Hold (nearly) every row too, and serve only who says so, for the same reason. Nothing in them ever changes but
+``active``, at whose change every index is written to anyhow."""
 
 base_writes = Table(
     "dr_base_writes",

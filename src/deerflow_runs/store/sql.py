@@ -17,12 +17,25 @@ from sqlalchemy import Connection, select
 from sqlalchemy.exc import IntegrityError
 
 from deerflow_runs.errors import StoreUnavailable
-from deerflow_runs.model import Micros, Run, RunId, RunKey, Scope, Session, SessionState, Strategy, ThreadId, WorkerId
+from deerflow_runs.model import (
+    Micros,
+    OneUser,
+    Run,
+    RunId,
+    RunKey,
+    Scope,
+    Session,
+    SessionState,
+    Strategy,
+    ThreadId,
+    WorkerId,
+)
 from deerflow_runs.protocol.admission import (
     Clash,
     ClearFirst,
     Deny,
     DenyFull,
+    DenyUser,
     Displace,
     Enter,
     Newcomer,
@@ -178,7 +191,7 @@ class SqlRunStore:
     async def _admit_once(self, newcomer: Newcomer, given: Given) -> Admission | None:
         """One try; None: the thread changed, or was cleared, and a new look is due."""
         if newcomer.strategy in (Strategy.REJECT, Strategy.ENQUEUE) and not newcomer.delayed:
-            if (run := await self._units.once(self._unit(arrivals.enter, newcomer))) is not None:
+            if (run := await self._entered(newcomer)) is not None:
                 return Admitted(run)
             if newcomer.strategy is Strategy.ENQUEUE and (waiting := await self._wait_behind(newcomer, given)):
                 return waiting
@@ -192,6 +205,10 @@ class SqlRunStore:
             return None
         return answer if isinstance(answer, Admitted) else await self._carried_out(answer, newcomer, given)
 
+    async def _entered(self, newcomer: Newcomer) -> Run | None:
+        how = self._units.once if newcomer.user_limit is None else self._units.transaction
+        return await how(self._unit(arrivals.enter, newcomer))
+
     async def _wait_behind(self, newcomer: Newcomer, given: Given) -> Admitted | None:
         try:
             return await self._units.transaction(self._unit(arrivals.wait_behind, newcomer, given))
@@ -200,7 +217,7 @@ class SqlRunStore:
 
     async def _carried_out(self, plan: Plan, newcomer: Newcomer, given: Given) -> Admission | None:
         match plan:
-            case Reuse() | Clash() | Deny() | DenyFull():
+            case Reuse() | Clash() | Deny() | DenyFull() | DenyUser():
                 return plan
             case ClearFirst(run, event):
                 await self.apply(run.key, event, Actor(newcomer.worker_id), given)
@@ -396,6 +413,19 @@ class SqlRunStore:
         """See ``RunStore.queue``."""
         incoming.check_ids(thread_id=thread_id)
         return await self._units.read(self._unit(reads.queue, thread_id))
+
+    async def is_newest(self, key: RunKey) -> bool:
+        """See ``RunStore.is_newest``."""
+        incoming.check_key(key)
+        return await self._units.read(self._unit(reads.is_newest, key))
+
+    async def threads_of(
+        self, user_id: str, *, limit: int = 100, after: ThreadId | None = None
+    ) -> tuple[ThreadId, ...]:
+        """See ``RunStore.threads_of``."""
+        incoming.check_scope(OneUser(user_id))
+        incoming.check_ids(after=after)
+        return await self._units.read(self._unit(reads.threads_of, user_id, limit=limit, after=after))
 
     async def has_inflight(self, thread_id: ThreadId) -> bool:
         """See ``RunStore.has_inflight``."""

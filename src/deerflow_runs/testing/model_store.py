@@ -214,6 +214,13 @@ class ModelStore:
         incoming.check_ids(thread_id=thread_id)
         return self.world.queue(thread_id)
 
+    async def is_newest(self, key: RunKey) -> bool:
+        """See ``RunStore.is_newest``."""
+        incoming.check_key(key)
+        here = [run for run in self.world.runs.values() if run.thread_id == key.thread_id and not run.reservation]
+        last = max(here, key=lambda run: run.seq, default=None)
+        return last is not None and last.run_id == key.run_id
+
     async def get_many(self, thread_id: ThreadId, run_ids: Collection[RunId], *, scope: Scope) -> dict[RunId, Run]:
         """See ``RunStore.get_many``."""
         found = {run_id: await self.get(RunKey(thread_id, run_id), scope=scope) for run_id in run_ids}

@@ -29,6 +29,7 @@ from deerflow_runs.protocol.admission import (
     ClearFirst,
     Deny,
     DenyFull,
+    DenyUser,
     Displace,
     Enter,
     Newcomer,
@@ -44,6 +45,12 @@ from deerflow_runs.protocol.lifecycle import TRANSITIONS, Into, RunEvent
 from deerflow_runs.testing.arrival import arrival
 
 BEGINNING: Final = Micros(0)
+
+
+def _occupies_user(run: Run) -> bool:
+    """Counts among the active runs of its user (I19)."""
+    return run.active and not run.reservation
+
 
 TAKE_OVERS: Final = (
     RunEvent.TAKE_OVER_FAIL,
@@ -85,7 +92,7 @@ class Admitted:
     plan: Enter | Wait | Displace
 
 
-Answer = Admitted | Reuse | Clash | Deny | DenyFull
+Answer = Admitted | Reuse | Clash | Deny | DenyFull | DenyUser
 
 
 @final
@@ -166,6 +173,7 @@ class World:
             active=active,
             queued=self.queue(newcomer.thread_id),
             owner_expires_at=owner.expires_at if owner is not None else None,
+            user_active=sum(run.user_id == newcomer.user_id for run in self.runs.values() if _occupies_user(run)),
         )
 
     def _with_key_of(self, newcomer: Newcomer) -> Run | None:
@@ -188,7 +196,7 @@ class World:
         while True:
             plan = plan_admission(newcomer, self.view(newcomer), given)
             match plan:
-                case Reuse() | Clash() | Deny() | DenyFull():
+                case Reuse() | Clash() | Deny() | DenyFull() | DenyUser():
                     return plan
                 case ClearFirst(run, event):
                     self.apply(run.run_id, event, by, given)
