@@ -1,8 +1,9 @@
 """Tools for testing what is built on ``deerflow_runs``; nothing in the product imports them.
 
 Stores: ``ModelStore`` (in memory, nothing to connect) and the contract that any store must keep, ``CHECKS`` over a
-``Subject``. Time and order: ``ManualClock``, ``Sequencer``. Witness: ``HistoryChecker``. A real server for tests that
-want one: ``open_server``, ``PostgresCluster``. Each is loaded when it is first asked for.
+``Subject``. Time and order: ``ManualClock``, ``Sequencer``. Witnesses: ``HistoryChecker`` of what a
+test saw, ``install_recording``, ``read_history`` and ``check_history`` of all that a database went through. A real
+server for tests that want one: ``open_server``, ``PostgresCluster``. Each is loaded when it is first asked for.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ if TYPE_CHECKING:
     from deerflow_runs.testing.clock import ManualClock
     from deerflow_runs.testing.contract import CHECKS, Check, ModelSubject, SqlSubject, Subject
     from deerflow_runs.testing.history import HistoryBroken, HistoryChecker
+    from deerflow_runs.testing.invariants import Expected, Report, StepLogged, Violation, check_history
     from deerflow_runs.testing.model_store import ModelStore
     from deerflow_runs.testing.postgres import NoPostgres, PostgresCluster, PostgresServer, open_server
+    from deerflow_runs.testing.recorded import History
+    from deerflow_runs.testing.recording import grant_of, install_recording, read_history, steps_of, write_step
     from deerflow_runs.testing.sequencer import SequenceBroken, Sequencer
 
 __all__ = [
     "CHECKS",
     "Check",
+    "Expected",
+    "History",
     "HistoryBroken",
     "HistoryChecker",
     "ManualClock",
@@ -29,19 +35,31 @@ __all__ = [
     "NoPostgres",
     "PostgresCluster",
     "PostgresServer",
+    "Report",
     "SequenceBroken",
     "Sequencer",
     "SqlSubject",
+    "StepLogged",
     "Subject",
+    "Violation",
+    "check_history",
+    "grant_of",
+    "install_recording",
     "open_server",
+    "read_history",
+    "steps_of",
+    "write_step",
 ]
 
 _HOMES: Final = {
     "clock": ("ManualClock",),
     "contract": ("CHECKS", "Check", "ModelSubject", "SqlSubject", "Subject"),
     "history": ("HistoryBroken", "HistoryChecker"),
+    "invariants": ("Expected", "Report", "StepLogged", "Violation", "check_history"),
     "model_store": ("ModelStore",),
     "postgres": ("NoPostgres", "PostgresCluster", "PostgresServer", "open_server"),
+    "recorded": ("History",),
+    "recording": ("grant_of", "install_recording", "read_history", "steps_of", "write_step"),
     "sequencer": ("SequenceBroken", "Sequencer"),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
