@@ -81,7 +81,7 @@ class SweepFailed(Event):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepEnded(Event):
-    """A worker has looked after the others once, about every `sweep_interval`. Where it stops, nobody is recovered."""
+    """A worker has looked after the others once, about every `sweep`. Where it stops, nobody is recovered."""
 
     level = logging.DEBUG
 
