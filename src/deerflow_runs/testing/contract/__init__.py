@@ -19,6 +19,7 @@ from deerflow_runs.testing.contract.admission import ADMISSION
 from deerflow_runs.testing.contract.cancelling import CANCELLING
 from deerflow_runs.testing.contract.check import Check
 from deerflow_runs.testing.contract.endings import ENDINGS
+from deerflow_runs.testing.contract.limits import LIMITS
 from deerflow_runs.testing.contract.passing import PASSING
 from deerflow_runs.testing.contract.queueing import QUEUEING
 from deerflow_runs.testing.contract.recovery import RECOVERY
@@ -47,6 +48,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *ADMISSION,
     *REQUESTS,
     *QUEUEING,
+    *LIMITS,
     *TURNS,
     *RESERVATIONS,
     *CANCELLING,

@@ -89,6 +89,35 @@ async def runs_start_in_the_order_in_which_they_came(stage: Stage) -> None:
 
 
 @QUEUEING("I17")
+async def a_run_is_the_newest_of_its_thread_until_another_one_is_admitted_however_that_ends(stage: Stage) -> None:
+    first = await stage.starts("first")
+    await stage.starts("elsewhere", "another thread")
+    assert await stage.store.is_newest(first.key)
+    second = await stage.waits("second", delay=HOUR)
+    assert await _newest(stage, "first", "second") == ["second"]
+    await stage.happens(RunEvent.CANCEL_QUEUED, second)
+    assert await _newest(stage, "first", "second") == ["second"]
+    await stage.ends(first)
+    third = await stage.starts("third")
+    assert await _newest(stage, "first", "second", "third") == ["third"]
+    await stage.ends(third)
+    await stage.happens(RunEvent.REMOVE, await stage.now(third))
+    assert await _newest(stage, "first", "second", "third") == ["second"]
+
+
+async def _newest(stage: Stage, *run_ids: str) -> list[str]:
+    return [run_id for run_id in run_ids if await stage.store.is_newest(key(run_id))]
+
+
+@QUEUEING("I17", "B057")
+async def neither_a_reservation_nor_a_run_that_is_not_there_is_the_newest(stage: Stage) -> None:
+    run = await stage.ends(await stage.starts("run"))
+    await stage.reserves("reservation")
+    assert await _newest(stage, "run", "reservation", "nothing") == ["run"]
+    assert not await stage.store.is_newest(key(run.run_id, "another thread"))
+
+
+@QUEUEING("I17")
 async def a_run_for_later_takes_its_place_by_the_time_it_is_due(stage: Stage) -> None:
     await stage.starts("holder")
     await stage.waits("far", delay=Micros(2 * HOUR))
