@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError, fields
 from enum import Enum
@@ -380,8 +382,18 @@ def test_nothing_is_counted_that_an_executor_can_name_as_it_likes() -> None:
     assert counters.snapshot().events == {"BeatFailed": {"": 50}}
 
 
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    """Threads that take turns as often as the interpreter can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("eager_threads")
 def test_threads_that_count_together_lose_nothing() -> None:
-    counters, threads, each = Counters(), 8, 500
+    counters, threads, each = Counters(), 4, 4000
     begin = threading.Barrier(threads)
 
     def count() -> None:

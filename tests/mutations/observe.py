@@ -111,6 +111,13 @@ MUTATIONS: Final = [
         "MappingProxyType(counts)",
     ),
     observe(
+        "threads that count together lose events",
+        "counters",
+        "counters.py",
+        "with self._lock:\n            self._events.setdefault",
+        "if True:\n            self._events.setdefault",
+    ),
+    observe(
         "the longest run is the last one",
         "counters",
         "counters.py",
