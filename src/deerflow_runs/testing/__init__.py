@@ -1,7 +1,7 @@
 """Tools for testing what is built on ``deerflow_runs``; nothing in the product imports them.
 
 Stores: ``ModelStore`` (in memory, nothing to connect) and the contract that any store must keep, ``CHECKS`` over a
-``Subject``. Time and order: ``ManualClock``, ``Sequencer``. Witnesses: ``HistoryChecker`` of what a
+``Subject``. Session lines: ``ModelLines``, and ``FlakyLine`` to let any line fail as a test wishes. Time and order: ``ManualClock``, ``Sequencer``. Witnesses: ``HistoryChecker`` of what a
 test saw, ``install_recording``, ``read_history`` and ``check_history`` of all that a database went through. A real
 server for tests that want one: ``open_server``, ``PostgresCluster``. Each is loaded when it is first asked for.
 """
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from deerflow_runs.testing.clock import ManualClock
     from deerflow_runs.testing.contract import CHECKS, Check, ModelSubject, SqlSubject, Subject
+    from deerflow_runs.testing.flaky_line import Faults, FlakyLine, Gate
     from deerflow_runs.testing.history import HistoryBroken, HistoryChecker
     from deerflow_runs.testing.invariants import Expected, Report, StepLogged, Violation, check_history
+    from deerflow_runs.testing.model_line import ModelLine, ModelLines
     from deerflow_runs.testing.model_store import ModelStore
     from deerflow_runs.testing.postgres import NoPostgres, PostgresCluster, PostgresServer, open_server
     from deerflow_runs.testing.recorded import History
@@ -30,6 +32,8 @@ __all__ = [
     "HistoryBroken",
     "HistoryChecker",
     "ManualClock",
+    "ModelLine",
+    "ModelLines",
     "ModelStore",
     "ModelSubject",
     "NoPostgres",
@@ -54,8 +58,10 @@ __all__ = [
 _HOMES: Final = {
     "clock": ("ManualClock",),
     "contract": ("CHECKS", "Check", "ModelSubject", "SqlSubject", "Subject"),
+    "flaky_line": ("Faults", "FlakyLine", "Gate"),
     "history": ("HistoryBroken", "HistoryChecker"),
     "invariants": ("Expected", "Report", "StepLogged", "Violation", "check_history"),
+    "model_line": ("ModelLine", "ModelLines"),
     "model_store": ("ModelStore",),
     "postgres": ("NoPostgres", "PostgresCluster", "PostgresServer", "open_server"),
     "recorded": ("History",),
