@@ -1,9 +1,10 @@
 """Tools for testing what is built on ``deerflow_runs``; nothing in the product imports them.
 
 Stores: ``ModelStore`` (in memory, nothing to connect) and the contract that any store must keep, ``CHECKS`` over a
-``Subject``. Session lines: ``ModelLines``, and ``FlakyLine`` to let any line fail as a test wishes. Time and order: ``ManualClock``, ``Sequencer``. Witnesses: ``HistoryChecker`` of what a
-test saw, ``install_recording``, ``read_history`` and ``check_history`` of all that a database went through. A real
-server for tests that want one: ``open_server``, ``PostgresCluster``. Each is loaded when it is first asked for.
+``Subject``. Session lines: ``ModelLines``, and ``FlakyLine`` to let any line fail as a test wishes. Time and order:
+``ManualClock``, ``Sequencer``. Witnesses: ``HistoryChecker`` of what a test saw, ``install_recording``,
+``read_history`` and ``check_history`` of all that a database went through. A real server for tests that want one:
+``open_server``, ``PostgresCluster``. Each is loaded when it is first asked for.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ __all__ = [
     "CHECKS",
     "Check",
     "Expected",
+    "Faults",
+    "FlakyLine",
+    "Gate",
     "History",
     "HistoryBroken",
     "HistoryChecker",
