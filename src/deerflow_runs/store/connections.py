@@ -79,8 +79,8 @@ class PostgresUnits:
         limits = limits or Limits()
         self._database = database
         self._policy = policy or RetryPolicy()
-        self._ours = _engine(database, limits) if engine is None else None
-        self._engine = _arranged(self._ours or _fitting(engine), database)
+        self._ours = own_engine(database, limits) if engine is None else None
+        self._engine = arrange(self._ours or _fitting(engine), database)
         self._begin = _begin(limits if engine is not None or database.pooler else None)
         self._patience = None if engine is None else limits.command
         self._connections = connections
@@ -242,7 +242,7 @@ class _Held:
         try:
             return await work(self._connection)
         except BaseException as error:
-            if not (_answered(error) and await self._rolled_back(self._connection)):
+            if not (answered(error) and await self._rolled_back(self._connection)):
                 self._discard()
             raise
 
@@ -269,7 +269,7 @@ async def _driver_of(connection: AsyncConnection) -> Any:
     return (await connection.get_raw_connection()).driver_connection
 
 
-def _answered(error: BaseException) -> bool:
+def answered(error: BaseException) -> bool:
     """Whether the connection is sound: the server has answered with an error, or the unit raised one of its own."""
     if isinstance(error, DBAPIError):
         return not error.connection_invalidated and getattr(error.orig, "sqlstate", None) is not None
@@ -281,7 +281,8 @@ def _answered(error: BaseException) -> bool:
 # --- What connections are told --------------------------------------------------------------------------------------
 
 
-def _engine(database: Postgres, limits: Limits) -> AsyncEngine:
+def own_engine(database: Postgres, limits: Limits) -> AsyncEngine:
+    """An engine without a pool; each of its connections is told the limits, unless a pooler stands in between."""
     arguments = database.connect_args()
     told = {"application_name": APPLICATION} if database.pooler else _session(limits)
     arguments["server_settings"] = told | arguments.get("server_settings", {})
@@ -318,7 +319,7 @@ def _fitting(engine: AsyncEngine | None) -> AsyncEngine:
     return engine
 
 
-def _arranged(engine: AsyncEngine, database: Postgres) -> AsyncEngine:
+def arrange(engine: AsyncEngine, database: Postgres) -> AsyncEngine:
     """Autocommit, and our tables' schema: by name in every statement, as no pooler keeps a search path.
 
     What comes back shares the host's pool and is ours otherwise: its errors and logs show no parameters, the host's own

@@ -6,13 +6,15 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, assert_never
 
 from deerflow_runs.model import Session, WorkerId
 from deerflow_runs.protocol.judge import Sign
 from deerflow_runs.store.base import SessionLine
+from deerflow_runs.store.database import Database, Postgres, Sqlite
 from deerflow_runs.store.signals import Signal
+from deerflow_runs.store.units import Units
 
 
 class Lines(Protocol):
@@ -29,3 +31,22 @@ class Lines(Protocol):
 
     async def close(self) -> None:
         """Finish the signals that are still under way; lines are closed by those who opened them."""
+
+
+def open_lines(database: Database, units: Units, *, clock: Callable[[], int] | None = None) -> Lines:
+    """The lines for ``database``. SQLite only: the ``clock``, in microseconds since 1970."""
+    match database:
+        case Sqlite(path=None):
+            from deerflow_runs.store.line_memory import MemoryLines
+
+            return MemoryLines(units)
+        case Sqlite():
+            from deerflow_runs.store.line_sqlite import SqliteLines
+
+            return SqliteLines(database, clock=clock)
+        case Postgres():
+            from deerflow_runs.store.line_postgres import PostgresLines
+
+            return PostgresLines(database, units)
+        case _:
+            assert_never(database)

@@ -15,6 +15,7 @@ from deerflow_runs.model import Session, SessionState, WorkerId
 from deerflow_runs.protocol.judge import Sign
 from deerflow_runs.store import sessions
 from deerflow_runs.store.base import CancelRequest, Renewal
+from deerflow_runs.store.hints import boot_id
 from deerflow_runs.store.signals import Hub, Inbox, Signal, SignalMode
 from deerflow_runs.store.units import Units
 
@@ -70,7 +71,8 @@ class MemoryLine:
 
     async def open_session(self, session: Session) -> Session:
         """See ``SessionLine.open_session``."""
-        opening = partial(sessions.open_session, dialect=self._units.dialect, session=replace(session, hinted=False))
+        told = replace(session, hinted=False, boot_id=session.boot_id or boot_id())
+        opening = partial(sessions.open_session, dialect=self._units.dialect, session=told)
         return await self._units.transaction(opening)
 
     async def renew(self, worker_id: WorkerId, *, state: SessionState) -> Renewal:

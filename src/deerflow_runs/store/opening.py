@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from deerflow_runs.model import Micros
 from deerflow_runs.store.database import Postgres
 from deerflow_runs.store.dsn import parse_dsn
+from deerflow_runs.store.line import open_lines
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.store.units import open_units
 
@@ -42,7 +43,8 @@ def store_at(
     database.require_shareable(workers)
     units = open_units(database, engine=engine, connections=connections, clock=clock)
     shared = isinstance(database, Postgres) or database.path is not None
-    return SqlRunStore(units, upgrade=_upgrade_of(dsn) if migrate and shared else None)
+    lines = open_lines(database, units, clock=clock)
+    return SqlRunStore(units, upgrade=_upgrade_of(dsn) if migrate and shared else None, lines=lines)
 
 
 def _upgrade_of(dsn: str | os.PathLike[str]) -> Callable[[], Awaitable[None]]:

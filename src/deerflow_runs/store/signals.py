@@ -38,6 +38,20 @@ class SignalMode(StrEnum):
     """Nothing is heard, as behind a transaction pooler: look with every beat."""
 
 
+def written(signal: Signal, to: WorkerId | None) -> str:
+    """As it travels in a NOTIFY."""
+    return f"{signal.value} {to or ''}"
+
+
+def read(payload: str) -> tuple[Signal, WorkerId | None] | None:
+    """What ``written`` has made; None for what a newer version may say."""
+    word, _, to = payload.partition(" ")
+    try:
+        return Signal(word), WorkerId(to) if to else None
+    except ValueError:
+        return None
+
+
 @final
 class Inbox:
     """The signals for one worker. Belongs to the event loop in which it was made; ``put`` comes from any thread."""

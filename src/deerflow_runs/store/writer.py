@@ -141,7 +141,7 @@ class SqliteUnits:
         return self._lanes
 
     def _start(self) -> _Lanes:
-        patience = partial(retrying_in_thread, _patience(self._lock_timeout), kind_of=_lock_or_not)
+        patience = partial(retrying_in_thread, lock_policy(self._lock_timeout), kind_of=lock_or_not)
         writer = _Writer(partial(_connect, self._database, self._clock, query_only=False), patience)
         writing = Lane("deerflow-runs-sqlite-writer", [writer])
         reading = writing  # a database in memory has one connection
@@ -169,13 +169,13 @@ Patience = Callable[[Callable[[], Any]], Any]
 """Carries out something that may find the file locked, trying again for a while."""
 
 
-def _patience(lock_timeout: float) -> RetryPolicy:
+def lock_policy(lock_timeout: float) -> RetryPolicy:
     """So many tries that they last about as long; a pause is on average half of what it may be at most."""
     attempts = math.ceil(lock_timeout / (LONGEST_PAUSE / 2))
     return RetryPolicy(max_attempts=max(attempts, 1), initial=SHORTEST_PAUSE, maximum=LONGEST_PAUSE)
 
 
-def _lock_or_not(error: BaseException) -> ErrorKind:
+def lock_or_not(error: BaseException) -> ErrorKind:
     """O34: "locked" says nothing about anybody. It is a reason to try again, and in the end no answer."""
     return ErrorKind.TRANSIENT if is_locked(error) else ErrorKind.PERMANENT
 
