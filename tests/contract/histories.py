@@ -269,6 +269,8 @@ class Author:
             "hand over": lambda store: store.hand_over(by, ALL),
             "re-home": lambda store: store.re_home(by, ALL),
             "end waiting": lambda store: store.end_waiting(by, ALL),
+            "end held": lambda store: store.end_held(by, ALL),
+            "release held": lambda store: store.release_held(by, ALL),
         }
         name = self._chance.choice((*asked, "claim", "claim", "take over"))
         return Move(f"{name} by {short(by)}, {short(given)}", asked[name])

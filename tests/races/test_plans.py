@@ -294,7 +294,7 @@ def batch(event: RunEvent) -> Callable[[Connection, Dialect], Any]:
 
 SWEEPS: Final[Mapping[str, Callable[[Connection, Dialect], Any]]] = {
     event.value: batch(event)
-    for event in (*endings.TAKE_OVERS, E.CLAIM, E.FORCE, E.HAND_OVER, E.RE_HOME, E.END_WAITING)
+    for event in (*endings.TAKE_OVERS, *endings.LEAVING, E.CLAIM, E.FORCE, E.RE_HOME, E.END_WAITING)
 } | {
     "what a sweep could do": lambda c, d: endings.possible(c, d, endings.TAKE_OVERS, Actor(ME), Given()),
     "idle threads": lambda c, d: reads.idle_threads_with_due_runs(c, d, 10),

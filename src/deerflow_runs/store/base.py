@@ -295,6 +295,13 @@ class OwnershipStore(Protocol):
     async def hand_over(self, by: Actor, limit: int) -> tuple[Run, ...]:
         """Make every uncancelled run of a session that may resume elsewhere vacant, whatever its epoch (O35)."""
 
+    async def end_held(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """End what a session holds and ``hand_over`` leaves to it, whatever the epochs: interrupted by the recorded
+        cancel, else by shutdown. A run that owes a rollback stays as it is (O23, O35, I16)."""
+
+    async def release_held(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """Release every reservation of a session, whatever its epoch (O35)."""
+
     async def re_home(self, by: Actor, limit: int) -> tuple[Run, ...]:
         """Runs that wait with ``by.previous`` as home get ``by`` as home (O13)."""
 

@@ -42,6 +42,7 @@ from deerflow_runs.store.clauses import (
     Shape,
     assignments,
     at_key,
+    condition,
     first_due,
     guards,
     key_parameters,
@@ -304,7 +305,7 @@ def _chosen(event: RunEvent, dialect: Dialect) -> Statement:
 
 def _candidates(event: RunEvent, dialect: Dialect) -> Select[Any]:
     """Up to ``p_limit`` runs that the event may happen to, locked, never waiting for a busy row."""
-    found = select(R.run_id).where(guards(_rule_of_many(event), dialect), *_narrowing(event))
+    found = select(R.run_id).where(guards(_rule_of_many(event), dialect), *_narrowing(event), *_policy(event, dialect))
     if _ends_waiting(event) and dialect.writes_in_ctes:
         found = found.where(R.thread_id == func.any(bindparam("p_threads", type_=ARRAY(Text))))
     # Not by run id: whoever asks chooses those, and SQLite would go through all runs in their order.
@@ -313,13 +314,24 @@ def _candidates(event: RunEvent, dialect: Dialect) -> Select[Any]:
     return limited.with_for_update(skip_locked=True, of=runs, key_share=True).correlate(None)
 
 
+LEAVING: Final = (RunEvent.HAND_OVER, RunEvent.SETTLE_CANCELLED, RunEvent.RELEASE)
+"""What a session does to all that it holds when it leaves (O35)."""
+
+
 def _rule_of_many(event: RunEvent) -> Rule:
-    """The event's rule; a whole session is handed over whatever the epochs of its runs are (O35)."""
+    """The event's rule; a whole session leaves its runs whatever their epochs are (O35)."""
     rule = TRANSITIONS[event]
-    if event is not RunEvent.HAND_OVER:
+    if event not in LEAVING:
         return rule
-    kept = tuple(guard for guard in rule.guards if guard is not Guard.EPOCH_IS_MINE)
-    return replace(rule, guards=(*kept, Guard.RESUMES_WHEN_HOMELESS))
+    return replace(rule, guards=tuple(guard for guard in rule.guards if guard is not Guard.EPOCH_IS_MINE))
+
+
+def _policy(event: RunEvent, dialect: Dialect) -> list[ColumnElement[bool]]:
+    """O35: what may resume elsewhere and is not cancelled is handed over; what that leaves ends."""
+    travels = condition(Guard.RESUMES_WHEN_HOMELESS, dialect)
+    if event is RunEvent.HAND_OVER:
+        return [travels]
+    return [~and_(travels, condition(Guard.NO_CANCEL, dialect))] if event is RunEvent.SETTLE_CANCELLED else []
 
 
 def _narrowing(event: RunEvent) -> list[ColumnElement[bool]]:

@@ -26,6 +26,7 @@ from deerflow_runs.model import (
     Scope,
     Session,
     SessionState,
+    StopReason,
     Strategy,
     ThreadId,
     WorkerId,
@@ -76,6 +77,8 @@ T = TypeVar("T")
 
 UNDER_LOCK: Final = frozenset({RunEvent.PROMOTE, RunEvent.REMOVE})
 """What ends nothing but needs a transaction all the same."""
+
+SHUTDOWN: Final = Given(stop_reason=StopReason.SHUTDOWN.value)
 
 
 @final
@@ -330,6 +333,14 @@ class SqlRunStore:
     async def hand_over(self, by: Actor, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.hand_over``."""
         return await self._change(RunEvent.HAND_OVER, by, NOTHING_GIVEN, limit)
+
+    async def end_held(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """See ``RunStore.end_held``."""
+        return await self._end_many(RunEvent.SETTLE_CANCELLED, by, SHUTDOWN, limit)
+
+    async def release_held(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """See ``RunStore.release_held``."""
+        return await self._end_many(RunEvent.RELEASE, by, NOTHING_GIVEN, limit)
 
     async def re_home(self, by: Actor, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.re_home``."""

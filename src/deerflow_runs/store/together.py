@@ -43,8 +43,18 @@ from deerflow_runs.store.texts import encode
 
 Expression = TypeVar("Expression")
 
-TOGETHER: Final = frozenset({RunEvent.START, RunEvent.SETTLE_SUCCESS, RunEvent.SETTLE_ERROR, RunEvent.SETTLE_TIMEOUT})
-"""Starts and settles, never admissions: one that waits for an uncommitted row would make all others wait with it."""
+TOGETHER: Final = frozenset(
+    {
+        RunEvent.START,
+        RunEvent.SETTLE_SUCCESS,
+        RunEvent.SETTLE_ERROR,
+        RunEvent.SETTLE_TIMEOUT,
+        RunEvent.SETTLE_CANCELLED,
+        RunEvent.HAND_OVER,
+    }
+)
+"""Starts, settles and hand-overs (a drain brings hundreds at once), never admissions: one that waits for an uncommitted
+row would make all others wait with it."""
 
 THREADS_OWN: Final = ("p_outcome", "p_values", "p_interrupts")
 """What an ending says about its thread; it travels with the ended row to the statements that follow."""

@@ -15,12 +15,14 @@ from deerflow_runs.errors import UsageError
 from deerflow_runs.model import (
     Everyone,
     Micros,
+    OnOrphan,
     Run,
     RunId,
     RunKey,
     Scope,
     Session,
     SessionState,
+    StopReason,
     ThreadId,
     WorkerId,
 )
@@ -176,11 +178,25 @@ class ModelStore:
 
     async def hand_over(self, by: Actor, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.hand_over``."""
-        mine = [run for run in self.world.runs.values() if run.active and run.owner_worker_id == by.worker_id]
-        resumable = [run for run in mine if run.on_orphan.value == "resume"][:limit]
-        asked = [(run, replace(by, epoch=run.epoch)) for run in resumable]
-        decisions = [self.world.apply(run.run_id, RunEvent.HAND_OVER, actor) for run, actor in asked]
-        return tuple(decision.run for decision in decisions if isinstance(decision, Applied))
+        resumable = [run for run in await self.owned(by.worker_id) if run.on_orphan is OnOrphan.RESUME]
+        return self._leave(RunEvent.HAND_OVER, resumable, by, NOTHING_GIVEN, limit)
+
+    async def end_held(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """See ``RunStore.end_held``."""
+        mine = await self.owned(by.worker_id)
+        stays = [run for run in mine if run.on_orphan is OnOrphan.FAIL or run.cancel_action is not None]
+        given = Given(stop_reason=StopReason.SHUTDOWN.value)
+        return self._leave(RunEvent.SETTLE_CANCELLED, stays, by, given, limit)
+
+    async def release_held(self, by: Actor, limit: int) -> tuple[Run, ...]:
+        """See ``RunStore.release_held``."""
+        return self._leave(RunEvent.RELEASE, await self.owned(by.worker_id), by, NOTHING_GIVEN, limit)
+
+    def _leave(self, event: RunEvent, runs: Sequence[Run], by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
+        """To those of a session's own runs that it may happen to, oldest first, each at the epoch it has."""
+        asked = [(run, replace(by, epoch=run.epoch)) for run in sorted(runs, key=lambda run: run.seq)]
+        decisions = (self.world.apply(run.run_id, event, actor, given) for run, actor in asked)
+        return tuple(islice((one.run for one in decisions if isinstance(one, Applied)), limit))
 
     def _each(self, event: RunEvent, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         """To every run that it may happen to, oldest first."""

@@ -9,10 +9,12 @@ from typing import Final
 
 from deerflow_runs.model import (
     EVERYONE,
+    CancelAction,
     OnOrphan,
     RunStatus,
     SessionState,
     Strategy,
+    ThreadId,
     WorkerId,
 )
 from deerflow_runs.protocol.decision import Actor, Given
@@ -131,6 +133,46 @@ async def a_session_hands_over_no_more_at_once_than_it_was_told(stage: Stage) ->
     for number in range(5):
         await stage.starts(f"{number}", f"{number}", on_orphan=RESUME)
     assert [len(await stage.store.hand_over(Actor(ME), 2)) for _ in range(4)] == [2, 2, 1, 0]
+
+
+@PASSING("O35", "O23", "I16", "I7")
+async def a_session_that_leaves_ends_what_nobody_else_can_go_on_with(stage: Stage) -> None:
+    await stage.starts("local", "1", pinned=True)
+    await stage.waits("behind", "1")
+    await stage.arrives("unattached", "2", pinned=True)
+    await stage.is_cancelled(await stage.starts("cancelled", "3", on_orphan=RESUME))
+    await stage.is_cancelled(await stage.starts("owed", "4"), CancelAction.ROLLBACK)
+    await stage.starts("travels", "5", on_orphan=RESUME)
+    await stage.starts("others", "6", worker_id=OTHER)
+    await stage.reserves("reserved", "7")
+    ended = await stage.store.end_held(Actor(ME), 10)
+    assert sorted((run.run_id, *outcome(run)) for run in ended) == [
+        ("cancelled", "interrupted", "interrupt", 1),
+        ("local", "interrupted", "shutdown", 1),
+        ("unattached", "interrupted", "shutdown", 1),
+    ]
+    behind = await stage.store.active(ThreadId("1"))
+    assert behind is not None
+    assert (behind.run_id, behind.vacant) == ("behind", True)
+
+
+@PASSING("O35")
+async def a_session_that_leaves_releases_what_it_has_reserved_and_nothing_else(stage: Stage) -> None:
+    await stage.reserves("mine", "1")
+    await stage.waits("behind", "1")
+    await stage.reserves("others", "2", worker_id=OTHER)
+    await stage.starts("run", "3")
+    assert names(await stage.store.release_held(Actor(ME), 10)) == ["mine"]
+    behind = await stage.store.active(ThreadId("1"))
+    assert behind is not None
+    assert behind.run_id == "behind"
+
+
+@PASSING("O35")
+async def a_session_ends_no_more_at_once_than_it_was_told(stage: Stage) -> None:
+    for number in range(5):
+        await stage.starts(f"{number}", f"{number}")
+    assert [names(await stage.store.end_held(Actor(ME), 2)) for _ in range(4)] == [["0", "1"], ["2", "3"], ["4"], []]
 
 
 @PASSING("O31", "O30")
