@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Final, Self, final
+from typing import Self, final
 
 from deerflow_runs.model import Micros, Run, RunId, RunKey, RunStatus, Session, WorkerId
 
@@ -201,6 +201,3 @@ def _may_be_part_of_an_ending(change: Change) -> bool:
     if isinstance(change, RunChanged):
         return change.ended or change.promoted
     return isinstance(change, OutboxChanged) and change.new
-
-
-NO_HISTORY: Final = History()

@@ -7,9 +7,29 @@ from typing import Final
 
 from deerflow_runs.testing.invariants import GRANTS, Expected, Report, Violation
 from deerflow_runs.testing.judging.base import Judge, World, fault
+from deerflow_runs.testing.judging.recovery import Attempts, Drains
+from deerflow_runs.testing.judging.runs import Admissions, Cancels, Ends, Epochs
+from deerflow_runs.testing.judging.sessions import Deaths
+from deerflow_runs.testing.judging.steps import Steps, Trust, Writes
+from deerflow_runs.testing.judging.threads import Limits, Queues, Quiet, Slots
 from deerflow_runs.testing.recorded import History, RunChanged
 
-JUDGES: Final[Sequence[type[Judge]]] = ()
+JUDGES: Final[Sequence[type[Judge]]] = (
+    Slots,
+    Writes,
+    Epochs,
+    Ends,
+    Cancels,
+    Queues,
+    Quiet,
+    Attempts,
+    Deaths,
+    Trust,
+    Admissions,
+    Drains,
+    Limits,
+    Steps,
+)
 
 
 def judge(history: History, expected: Expected) -> Report:
@@ -17,7 +37,7 @@ def judge(history: History, expected: Expected) -> Report:
     changes = list(history.changes)
     grants = sum(isinstance(change, RunChanged) and change.granted for change in changes)
     found = [] if grants else [fault(GRANTS, None, f"nothing was ever granted in {len(changes)} changes")]
-    found += _found(history, [kind(expected) for kind in JUDGES])
+    found += _found(history, expected)
     left_out = _not_judged(expected)
     return Report(
         tuple(violation for violation in found if violation.invariant not in expected.without),
@@ -27,14 +47,15 @@ def judge(history: History, expected: Expected) -> Report:
     )
 
 
-def _found(history: History, judges: Sequence[Judge]) -> Iterator[Violation]:
+def _found(history: History, expected: Expected) -> Iterator[Violation]:
     world = World()
+    judges = [kind(expected, world) for kind in JUDGES]
     for transaction in history.transactions:
         for change in transaction:
             world.replay(change)
-            yield from (violation for one in judges for violation in one.saw(change, world))
-        yield from (violation for one in judges for violation in one.committed(transaction, world))
-    yield from (violation for one in judges for violation in one.over(world))
+            yield from (violation for one in judges for violation in one.saw(change))
+        yield from (violation for one in judges for violation in one.committed(transaction))
+    yield from (violation for one in judges for violation in one.over())
 
 
 def _not_judged(expected: Expected) -> Mapping[str, str]:

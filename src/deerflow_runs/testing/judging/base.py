@@ -81,24 +81,24 @@ def delayed(run: Run) -> bool:
 
 
 class Judge:
-    """Judges some invariants while a history is replayed; every hook may be left out."""
+    """Judges some invariants while a history is replayed into ``world``; every hook may be left out."""
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: Expected, world: World) -> None:
         self.expected = expected
+        self.world = world
 
-    def saw(self, change: Change, world: World) -> Iterable[Violation]:
-        """One change happened, and this is the world after it."""
-        del change, world
+    def saw(self, change: Change) -> Iterable[Violation]:
+        """One change happened; the world is as it stands after it."""
+        del change
         return ()
 
-    def committed(self, changes: tuple[Change, ...], world: World) -> Iterable[Violation]:
+    def committed(self, changes: tuple[Change, ...]) -> Iterable[Violation]:
         """One transaction is complete."""
-        del changes, world
+        del changes
         return ()
 
-    def over(self, world: World) -> Iterable[Violation]:
+    def over(self) -> Iterable[Violation]:
         """Nothing more was recorded."""
-        del world
         return ()
 
 

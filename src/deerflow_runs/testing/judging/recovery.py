@@ -1,0 +1,66 @@
+"""Judges how often a run is taken up again: I9 (no more than its attempts allow) and I18 (a drain takes none).
+
+Order needed: that of one row; for I18, and for an owner's death in I9, that of its session's row too, whose change is
+committed before anybody acts upon it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+from deerflow_runs.model import Run, SessionState, WorkerId
+from deerflow_runs.testing.invariants import Expected, Violation
+from deerflow_runs.testing.judging.base import Judge, Life, World, fault, life_of
+from deerflow_runs.testing.recorded import Change, RunChanged
+
+
+@final
+class Attempts(Judge):
+    """I9, counted here and not read from ``attempt``: epochs that were lost one after the other without a checkpoint.
+
+    An epoch is lost when the run was taken from its owner to be resumed and its owner was dead, or its attempt was
+    counted. Hand-overs of the living, deferrals and take-backs lose none. Restores are no attempts of the run.
+    """
+
+    def __init__(self, expected: Expected, world: World) -> None:
+        super().__init__(expected, world)
+        self._lost: dict[Life, list[RunChanged]] = {}
+
+    def saw(self, change: Change) -> Iterator[Violation]:
+        """Count what was lost, and forgive it after progress."""
+        if not isinstance(change, RunChanged) or change.before is None or change.after is None:
+            return
+        before, after = change.before, change.after
+        if after.epoch == before.epoch:
+            return
+        lost = self._lost.setdefault(life_of(after), [])
+        if before.progress_epoch == before.epoch:
+            lost.clear()
+        elif change.vacated and _charged(before, after, self.world):
+            lost.append(change)
+            if len(lost) >= after.max_attempts:
+                message = f"was resumed after {len(lost)} lost epochs, with {after.max_attempts} attempts"
+                yield fault("I9", after, message, *lost)
+
+
+def _charged(before: Run, after: Run, world: World) -> bool:
+    return after.attempt > before.attempt or _state(world, before.owner_worker_id) is SessionState.DEAD
+
+
+@final
+class Drains(Judge):
+    """I18: what a draining session lets go of has lost no attempt."""
+
+    def saw(self, change: Change) -> Iterator[Violation]:
+        """Judge every run that leaves a draining owner."""
+        if not isinstance(change, RunChanged) or change.before is None or change.after is None or not change.vacated:
+            return
+        draining = _state(self.world, change.owner_before) is SessionState.DRAINING
+        if draining and change.after.attempt > change.before.attempt:
+            yield fault("I18", change.after, f"lost an attempt in the drain of {change.owner_before}", change)
+
+
+def _state(world: World, worker_id: WorkerId | None) -> SessionState | None:
+    session = world.sessions.get(worker_id) if worker_id is not None else None
+    return session.state if session is not None else None
