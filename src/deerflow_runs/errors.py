@@ -13,6 +13,10 @@ question that got no answer::
     │   ├── ThreadBusy                    another operation holds the thread
     │   ├── QueueFull                     the thread's queue is at its limit
     │   └── UserBusy                      the user has as many active runs as one may have
+    ├── Ends of a wait                    the run is not carried out by this caller
+    │   ├── StillWaiting                  its turn has not come within the time given; it keeps its place
+    │   ├── RunCancelled                  it was stopped, before or while the caller carried it out
+    │   └── ReservationLost               the reservation is somebody else's; the body was stopped
     ├── SchemaMismatch                    the tables are not those this version reads; says the command
     └── StoreUnavailable                  no answer: the write may or may not have happened (repeat it, O8)
 """
@@ -101,6 +105,38 @@ class UserBusy(DeerflowRunsError):
         self.user_id = user_id
         self.limit = limit
         self.retry_after = retry_after
+
+
+class StillWaiting(DeerflowRunsError):
+    """The run's turn has not come within the time given. It keeps its place: wait for it again, or cancel it."""
+
+    def __init__(self, *, run_id: str, thread_id: str) -> None:
+        super().__init__(f"run {run_id} still waits for its turn on thread {thread_id}; it keeps its place")
+        self.run_id = run_id
+        self.thread_id = thread_id
+
+
+class RunCancelled(DeerflowRunsError):
+    """The run was stopped by a cancel, its time limit or a shutdown; ``stop_reason`` says which, as it was stored.
+
+    None: how it ended could not be learnt, or is not decided yet.
+    """
+
+    def __init__(self, *, run_id: str, thread_id: str, stop_reason: str | None) -> None:
+        super().__init__(f"run {run_id} on thread {thread_id} was stopped: {stop_reason or 'its end is not known yet'}")
+        self.run_id = run_id
+        self.thread_id = thread_id
+        self.stop_reason = stop_reason
+
+
+class ReservationLost(DeerflowRunsError):
+    """The thread's reservation was lost while its body ran, because this worker was taken for dead: the body was
+    stopped half way, and somebody else may use the thread. Look at what is there before trying again."""
+
+    def __init__(self, *, thread_id: str, kind: str) -> None:
+        super().__init__(f"the reservation ({kind}) of thread {thread_id} was lost while it was in use")
+        self.thread_id = thread_id
+        self.kind = kind
 
 
 class SchemaMismatch(DeerflowRunsError):

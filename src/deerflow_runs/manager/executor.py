@@ -7,53 +7,14 @@ local: only the process that was given it can run it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, final
 
 from deerflow_runs.manager.lease import RunLease
-from deerflow_runs.model import NO_USAGE, Run, RunStatus, ThreadOutcome, Usage
-from deerflow_runs.protocol.decision import Given
+from deerflow_runs.manager.outcome import Outcome
+from deerflow_runs.model import Run
 
 CAPABILITY: Final = "executor:"
 """What precedes an executor's name in the capability that its runs require."""
-
-SETTLES: Final = frozenset({RunStatus.SUCCESS, RunStatus.ERROR, RunStatus.TIMEOUT, RunStatus.INTERRUPTED})
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended by itself. ``interrupted`` as a status means that it waits for a human (its ``thread_outcome`` is
-    then ``interrupted`` too, unless given); ``values`` and ``interrupts`` go to the thread's row, ``checkpoint`` is the
-    id of the last one written."""
-
-    status: RunStatus = RunStatus.SUCCESS
-    error: str | None = field(default=None, repr=False)
-    stop_reason: str | None = None
-    usage: Usage = field(default=NO_USAGE, repr=False)
-    values: Any = field(default=None, repr=False)
-    interrupts: Any = field(default=None, repr=False)
-    thread_outcome: ThreadOutcome | None = None
-    checkpoint: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.status not in SETTLES:
-            raise ValueError(f"an outcome's status is one of {', '.join(sorted(SETTLES))}, not {self.status}")
-
-    def given(self) -> Given:
-        """As the store takes it."""
-        return Given(
-            stop_reason=self.stop_reason,
-            error=self.error,
-            usage=self.usage,
-            outcome=self.thread_outcome,
-            values=self.values,
-            interrupts=self.interrupts,
-            checkpoint=self.checkpoint,
-        )
-
-
-SUCCEEDED: Final = Outcome()
 
 
 class NeedsCapability(Exception):

@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any, Final, final
 
 from deerflow_runs.errors import DeerflowRunsError, UsageError
+from deerflow_runs.manager.outcome import Outcome
 from deerflow_runs.manager.session import WorkerSession
 from deerflow_runs.model import CancelAction, Run, RunId, RunKey, ThreadId, WorkerId
 
@@ -114,6 +115,8 @@ class RunLease:
         self._action: CancelAction | None = None
         self._closed = False
         self._draining = False
+        self._cancels = 0
+        self.outcome: Outcome | None = None
         self._on_stop: Callable[[], None] | None = None
         self._body: asyncio.Task[Any] | None = None
         self._turns: set[asyncio.Future[None]] = set()
@@ -189,6 +192,15 @@ class RunLease:
         while not self._draining:
             await self._turn()
 
+    def report(self, outcome: Outcome) -> None:
+        """What the run is to end as if its body returns normally; for a body that is a block and returns nothing."""
+        self.outcome = outcome
+
+    @property
+    def cancellations(self) -> int:
+        """How often this lease has cancelled its body: what ``Task.uncancel`` must undo."""
+        return self._cancels
+
     def idempotency_key(self, step: str) -> str:
         """For effects that cannot be fenced: ``run:epoch:step``, the same for a repeat of this step by this holder."""
         return f"{self.run_id}:{self.epoch}:{step}"
@@ -260,6 +272,7 @@ class RunLease:
     def insist(self) -> None:
         """Cancel a body that was told to stop and has not ended: it may have swallowed the first cancellation."""
         if self._cause is not None and self._body is not None and not self._body.done():
+            self._cancels += 1
             self._body.cancel()
 
     def ask_to_drain(self) -> None:
@@ -285,6 +298,10 @@ class RunLease:
         if self._cause is not None:
             self._stop_body()
 
+    def unbind(self) -> None:
+        """The body is over: no more cancellation reaches its task."""
+        self._body = self._on_stop = None
+
     def close(self) -> None:
         """The run has ended or left this process: no effect passes any more."""
         self._closed = True
@@ -294,6 +311,7 @@ class RunLease:
     def _stop_body(self) -> None:
         self.wake()
         if self._body is not None and not self._body.done():
+            self._cancels += 1
             self._body.cancel()
         if self._on_stop is not None:
             self._on_stop()

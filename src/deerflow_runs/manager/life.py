@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any, Final, assert_never, final
 
 from deerflow_runs.errors import UsageError
-from deerflow_runs.manager.executor import NOTHING_TO_RESTORE, SUCCEEDED, Drained, Executor, NeedsCapability, Outcome
+from deerflow_runs.manager.executor import NOTHING_TO_RESTORE, Drained, Executor, NeedsCapability
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import RunLease, StopCause, enter
+from deerflow_runs.manager.outcome import SUCCEEDED, Outcome
 from deerflow_runs.manager.registry import Held, Phase
 from deerflow_runs.model import MICROS_PER_SECOND, CancelAction, Run, RunStatus, StopReason, micros
 from deerflow_runs.observe import (
@@ -125,12 +126,12 @@ SETTLING: Final = {
 @final
 class Life:
     """Sees one held run to its end in this process. ``carry_out`` does everything; a host that runs the body in a task
-    of its own calls ``start`` and ``part``."""
+    of its own calls ``start`` and ``part``. ``abandoned`` is done when the body had to be left behind."""
 
     def __init__(self, ground: Ground, held: Held) -> None:
         self._ground = ground
         self._held = held
-        self._abandoned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.abandoned: Final[asyncio.Future[Stopped]] = asyncio.get_running_loop().create_future()
         self._insisting: asyncio.Task[None] | None = None
 
     @property
@@ -200,9 +201,9 @@ class Life:
     async def _body(self) -> BodyEnd:
         lease, body = self._lease, self._in_context(self._run_body)
         self.bind(body)
-        await asyncio.wait({body, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({body, self.abandoned}, return_when=asyncio.FIRST_COMPLETED)
         if not body.done():
-            return Stopped(lease.stop_cause, lease.cancel_action)
+            return self.abandoned.result()
         error = asyncio.CancelledError() if body.cancelled() else body.exception()
         return body_end(lease, None if error else body.result(), error)
 
@@ -236,18 +237,19 @@ class Life:
         while not body.done() and (left := until - clock.boot_time()) > 0:
             await clock.sleep(min(INSIST_EVERY, left))
             self._lease.insist()
-        if not body.done() and not self._abandoned.done():
+        if not body.done() and not self.abandoned.done():
             self._leave_behind(body)
 
     def _leave_behind(self, body: asyncio.Task[Any]) -> None:
-        """It swallows every cancellation. Its run goes on without it; its gate is closed, so nothing of it is stored."""
+        """It swallows every cancellation. Its run goes on without it; its gate is closed: nothing of it is stored."""
         ground = self._ground
         self._ground.registry.lingers(body)
         names = self._names()
         ground.observe(RunLingers(**names, seconds=ground.config.cancel_grace.total_seconds()))
         body.add_done_callback(lambda _: ground.observe(LingeringEnded(**names)))
+        end = Stopped(self._lease.stop_cause, self._lease.cancel_action)
         self._fresh_lease(self._lease.run)
-        self._abandoned.set_result(None)
+        self.abandoned.set_result(end)
 
     def _fresh_lease(self, run: Run) -> None:
         """Go on under a lease that the body does not have; its own is closed for good."""
@@ -314,7 +316,7 @@ class Life:
         decision = await self._ask(RunEvent.DEFER, Given(requirements=names))
         match decision:
             case Applied():
-                self._ground.observe(RunDeferred(**self._names(), requirements=names))
+                self._ground.observe(RunDeferred(**self._names(), requirements=tuple(sorted(names))))
                 await self._ground.work_appeared()
             case Refused(Refusal.RECORDED | Refusal.NOTHING_NEW):
                 text = f"NeedsCapability: needs {', '.join(sorted(names))}, and cannot be deferred any more"

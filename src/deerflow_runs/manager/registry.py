@@ -78,11 +78,12 @@ class Expected:
 class Registry:
     """What is held (``slots`` of them at once), what is expected, and what lingers.
 
-    The whole mutable state: four dictionaries and a set.
+    The whole mutable state: three dictionaries, a set and a number.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
+        self._arriving = 0
         self._held: dict[RunId, Held] = {}
         self._by_thread: dict[ThreadId, dict[RunId, Held]] = {}
         self._expected: dict[RunId, Expected] = {}
@@ -145,7 +146,18 @@ class Registry:
     def free_slots(self) -> int:
         """How many more runs this process may hold. Reservations take none: they are short, and hold no model."""
         runs = sum(1 for held in self._held.values() if not held.run.reservation)
-        return max(0, self._slots - runs)
+        return max(0, self._slots - runs - self._arriving)
+
+    def take_slot(self) -> bool:
+        """Keep a slot free for a run that is being admitted; False: there is none. Give it back with ``arrived``."""
+        if self.free_slots == 0:
+            return False
+        self._arriving += 1
+        return True
+
+    def arrived(self) -> None:
+        """The admission for which a slot was kept has been answered."""
+        self._arriving -= 1
 
     async def slot_freed(self) -> None:
         """Wait until something was let go since the last call."""
