@@ -1,0 +1,113 @@
+"""The part of a worker that looks after the others and takes work: sweeps by clock, claims by signal, slot or clock.
+
+Only when and in which order; what a sweep does stands in ``sweeping``, what is given back or taken back in the modules
+of these names, claims in ``claiming``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Final, final
+
+from deerflow_runs.manager.claiming import Claiming
+from deerflow_runs.manager.giving_back import GivingBack
+from deerflow_runs.manager.granting import Granting
+from deerflow_runs.manager.ground import Ground
+from deerflow_runs.manager.lease import StopCause
+from deerflow_runs.manager.life import pause_after
+from deerflow_runs.manager.sweeping import Sweeping
+from deerflow_runs.manager.taking_back import TakingBack
+from deerflow_runs.model import MICROS_PER_SECOND, WorkerId
+from deerflow_runs.observe import SweepFailed, error_code
+from deerflow_runs.protocol.recovery import next_sweep, sweep_phase
+from deerflow_runs.store.base import Swept
+
+SHORTEST: Final = 0.05
+"""Seconds between two sweeps, however soon the next delayed run is due."""
+
+DEADLINES_EVERY: Final = 1.0
+"""Seconds between two looks at the deadlines of held runs, less when one is known to come sooner."""
+
+
+@final
+class Reconciler:
+    """Recovers and claims for one manager. Belongs to the main loop; ``unit`` is random in [0, 1)."""
+
+    def __init__(self, ground: Ground, granting: Granting, *, unit: Callable[[], float] = random.random) -> None:
+        self._ground = ground
+        self._unit = unit
+        self._giving_back = GivingBack(ground, granting)
+        self._taking_back = TakingBack(ground)
+        self._sweeping = Sweeping(ground, granting, self._giving_back, self._taking_back)
+        self._claiming = Claiming(ground, granting, unit)
+
+    async def run(self) -> None:
+        """For ever, until cancelled. One sweep precedes the first claim, so that a worker that was restarted finds its
+        own orphans before it takes on more (O27)."""
+        await self.sweep()
+        async with asyncio.TaskGroup() as parts:
+            parts.create_task(self._sweep_on(), name="sweeps")
+            parts.create_task(self._claiming.run(), name="claims")
+            parts.create_task(self._watch_deadlines(), name="deadlines")
+
+    async def sweep(self) -> Swept:
+        """One whole sweep now; while another is under way, after it. Answers what became of the runs of the dead; never
+        raises: what failed is told in events, and is tried again."""
+        return await self._sweeping.sweep()
+
+    async def take_back(self, previous: WorkerId) -> None:
+        """A new session is open and ``previous`` is lost: until everything held is taken back or fenced (O13)."""
+        await self._taking_back.take_back(previous)
+
+    async def reconcile_owned(self) -> None:
+        """Compare what is owned with what is held, first thing after trust is back (O12). Never raises: the next sweep
+        does the same."""
+        try:
+            await self._giving_back.reconcile()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next sweep asks again
+            self._failed(error)
+
+    def reconnected(self) -> None:
+        """From now on runs of others are resumed slowly at first (O32)."""
+        self._claiming.reconnected()
+
+    # --- When -------------------------------------------------------------------------------------------------------
+
+    async def _sweep_on(self) -> None:
+        ground = self._ground
+        await ground.clock.sleep(sweep_phase(ground.worker_id, self._interval))
+        while True:
+            await self.sweep()
+            failures = self._sweeping.failures
+            await ground.clock.sleep(pause_after(failures) if failures else await self._until_next())
+
+    async def _until_next(self) -> float:
+        """Seconds; a delayed run that is known to come due brings the next sweep forward (O7)."""
+        try:
+            due = await self._ground.store.next_due()
+        except Exception as error:  # noqa: BLE001 - the clock alone is good enough
+            self._failed(error)
+            due = None
+        until_due = None if due is None else due / MICROS_PER_SECOND
+        return max(SHORTEST, next_sweep(self._interval, unit=self._unit(), until_due=until_due))
+
+    async def _watch_deadlines(self) -> None:
+        """Runs whose time is up are told to stop (I8). Asks nobody, so it works while the store is away."""
+        ground = self._ground
+        while True:
+            now = ground.clock.boot_time()
+            for held in ground.registry.overdue(now):
+                held.deadline = None
+                held.lease.stop(StopCause.TIMEOUT)
+            deadline = ground.registry.next_deadline
+            await ground.clock.sleep(DEADLINES_EVERY if deadline is None else min(DEADLINES_EVERY, deadline - now))
+
+    def _failed(self, error: Exception) -> None:
+        event = SweepFailed(worker_id=self._ground.worker_id, error=error_code(error), failures=1)
+        self._ground.observe(event)
+
+    @property
+    def _interval(self) -> float:
+        return self._ground.config.sweep.total_seconds()
