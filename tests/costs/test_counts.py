@@ -75,6 +75,19 @@ async def test_a_run_lives_on_three_round_trips_or_commits(costs: Costs) -> None
     assert await life(costs) == [1, 1, 1]
 
 
+@rule("I19", "O1")
+async def test_the_limit_of_a_user_costs_a_transaction_and_only_whoever_sets_it(
+    costs: Costs, request: pytest.FixtureRequest
+) -> None:
+    await costs.store.open_session(Session(ME))
+    limited: dict[str, Any] = {"user_id": "ann", "max_active_per_user": 9}
+    for given in ({}, limited):
+        await life(costs, **given)
+    assert await life(costs, user_id="ann") == [1, 1, 1]
+    of_a_transaction = {"sqlite": 1, "postgres": 4}[request.node.callspec.params["costs"]]
+    assert await life(costs, **limited) == [of_a_transaction, 1, 1]
+
+
 @rule("O10")
 @pytest.mark.parametrize("runs", [0, 200])
 async def test_a_beat_costs_one_however_many_runs_its_session_owns(runs: int, costs: Costs) -> None:

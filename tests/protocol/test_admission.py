@@ -32,6 +32,7 @@ from deerflow_runs.protocol.admission import (
     ClearFirst,
     Deny,
     DenyFull,
+    DenyUser,
     Displace,
     Enter,
     Newcomer,
@@ -251,6 +252,47 @@ def test_a_full_queue_refuses_and_says_how_many_it_holds(delay: int) -> None:
 def test_a_queue_of_none_refuses_even_a_lone_run_for_later() -> None:
     later = asking(ENQUEUE, max_queued=0, delay=Micros(1))
     assert plan_admission(later, view(owner=None), GIVEN) == DenyFull(0, 1)
+
+
+ANN: dict[str, Any] = {"user_id": "ann", "max_active_per_user": 2}
+
+
+@rule("I19")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_user_at_the_limit_enters_no_free_thread(strategy: Strategy) -> None:
+    newcomer = asking(strategy, **ANN)
+    assert plan_admission(newcomer, view(user_active=2), GIVEN) == DenyUser(2, 1)
+    assert plan_admission(newcomer, view(user_active=1), GIVEN) == plan_admission(asking(strategy), view(), GIVEN)
+
+
+@rule("I19", "O2", "O3")
+def test_a_user_at_the_limit_may_wait_behind_another_run_and_for_another_time() -> None:
+    busy = held()
+    for strategy in (ENQUEUE, Strategy.INTERRUPT, Strategy.ROLLBACK):
+        look = view(busy, user_active=9)
+        plan = plan_admission(asking(strategy, **ANN), look, GIVEN)
+        assert isinstance(plan, Wait | Displace)
+        assert plan == plan_admission(asking(strategy), look, GIVEN)
+    later = asking(ENQUEUE, delay=Micros(1), **ANN)
+    assert plan_admission(later, view(user_active=9), GIVEN) == Wait(None)
+
+
+@rule("I19", "O1")
+def test_what_stands_on_the_thread_is_answered_or_cleared_before_a_user_s_runs_are_counted() -> None:
+    look = view(held(), user_active=9)
+    assert isinstance(plan_admission(asking(**ANN), look, GIVEN), Deny)
+    due = view(None, waits("due", NOW), user_active=9)
+    assert plan_admission(asking(ENQUEUE, **ANN), due, GIVEN) == PromoteFirst()
+    known = view(user_active=9, known=replace(held(user_id="ann"), run_id=RunId("new")))
+    assert isinstance(plan_admission(asking(**ANN), known, GIVEN), Reuse)
+
+
+@rule("I19")
+def test_a_limit_is_for_runs_of_somebody_only() -> None:
+    look = view(user_active=9)
+    reservation = asking(kind=OperationKind.CHECKPOINT_WRITE, **ANN)
+    for newcomer in (asking(max_active_per_user=0), asking(user_id="ann"), reservation):
+        assert plan_admission(newcomer, look, GIVEN) == Enter()
 
 
 @rule("I19", "O3")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import create_async_engine
 
-from deerflow_runs.model import Session, Usage
+from deerflow_runs.model import Session, Strategy, Usage
 from deerflow_runs.protocol.decision import Given
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.dsn import parse_dsn
@@ -51,6 +54,35 @@ async def test_a_requirement_no_database_holds_defers_a_run_all_the_same(store: 
     run = await admitted(store, "a")
     deferred = await happened(store, run, RunEvent.DEFER, Given(requirements=frozenset({"a\0"})))
     assert deferred.required_capabilities == {"a\N{REPLACEMENT CHARACTER}"}
+
+
+@rule("F67")
+@pytest.mark.parametrize("in_a_transaction", [False, True])
+async def test_neither_an_error_nor_a_log_on_the_host_s_engine_shows_an_input(
+    postgres_dsn: str, in_a_transaction: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = postgres_dsn.replace("postgresql://", "postgresql+asyncpg://")
+    engine = create_async_engine(address, echo=True)
+    caplog.set_level(logging.INFO, logger="sqlalchemy.engine")
+    borrowing = open_units(parse_dsn(postgres_dsn), engine=engine, connections=1)
+    await borrowing.open()
+    try:
+        store = SqlRunStore(borrowing)
+        await store.open_session(Session(ME))
+        await executed(borrowing, "ALTER TABLE dr_runs DROP COLUMN last_ai_message")
+        strategy = Strategy.INTERRUPT if in_a_transaction else Strategy.REJECT
+        with pytest.raises(DBAPIError) as caught:
+            await admitted(store, "a", strategy=strategy, kwargs={"input": "my secret"}, user_id="my name")
+    finally:
+        await borrowing.close()
+    for told in (str(caught.value), caplog.text):
+        assert "dr_runs" in told
+        assert "my secret" not in told
+        assert "my name" not in told
+    async with engine.connect() as connection:
+        with pytest.raises(DBAPIError, match="the host's own"):
+            await connection.execute(text("SELECT nothing FROM dr_runs WHERE run_id = :id"), {"id": "the host's own"})
+    await engine.dispose()
 
 
 @rule("F67")

@@ -133,7 +133,7 @@ def _active_of_user() -> Select[Any]:
     counted = and_(
         theirs.c.user_id == bindparam("p_user_id", type_=R.user_id.type),
         theirs.c.created_at >= literal_column("0"),
-        theirs.c.active,
+        theirs.c.active == true(),  # a bare column is no use of an index to SQLite
         theirs.c.operation_kind == word(OperationKind.RUN),
     )
     return select(func.count()).select_from(theirs).where(counted)

@@ -22,12 +22,14 @@ from sqlalchemy import (
     and_,
     bindparam,
     cast,
+    false,
     func,
     literal_column,
     not_,
     null,
     or_,
     select,
+    true,
     type_coerce,
     union,
     union_all,
@@ -256,10 +258,10 @@ def threads_of(
 def _threads_of(_: Dialect) -> Statement:
     user = bindparam("p_user", type_=R.user_id.type)
     theirs = [R.user_id == user, R.created_at >= literal_column("0"), IS_RUN]  # names the predicate of its index
-    # One arm for each half of that index, in whose order the threads come.
+    # One arm for each half of that index, in whose order the threads come; SQLite wants to see a comparison.
     arms = (
-        _first_threads(R.thread_id, *theirs, R.active),
-        _first_threads(R.thread_id, *theirs, not_(R.active)),
+        _first_threads(R.thread_id, *theirs, R.active == true()),
+        _first_threads(R.thread_id, *theirs, R.active == false()),
         _first_threads(threads.c.thread_id, threads.c.user_id == user),
     )
     found = union(*(select(arm.c.thread_id) for arm in arms)).subquery("found")
