@@ -213,7 +213,7 @@ class RunTakenBack(EventOfRun):
 class RunGivenBack(EventOfRun):
     """A worker that cannot go on with a run has put it back; once per grant. One more attempt counts, as for a crash.
 
-    See why: it was aborted, or its task could not be stopped.
+    It was suspended for too long, or nothing in this process held it for `attach_deadline`.
     """
 
     level = logging.WARNING
@@ -295,13 +295,13 @@ class ReservationLost(EventOfRun):
 
 # ---- deliveries ----------------------------------------------------------------------------------------------------
 
-Hook = Annotated[str, About("the hook: `on_settled` or `on_recovered`")]
+Hook = Annotated[str, About("what is delivered, such as the name of a hook")]
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryMade(EventOfRun):
-    """A hook was told of a run's end, by any worker that has the hook. At least once for each end."""
+    """A hook was told of a run's end, by some worker that has the hook. At least once for each end."""
 
     level = logging.DEBUG
     counted_by = "kind"
