@@ -57,7 +57,8 @@ class Executor(Protocol):
         """Put back the state before the run and remove what it wrote (O4). Fenced by ``lease``, safe to repeat."""
 
 
-RunFunction = Callable[[RunLease], Awaitable[Outcome | None]]
+RunFunction = Callable[[RunLease], Awaitable[Any]]
+"""Answers an ``Outcome``; anything else, and nothing, is a plain success."""
 RestoreFunction = Callable[[RunLease], Awaitable[None]]
 
 
@@ -85,7 +86,8 @@ class LocalExecutor:
 
     async def run(self, lease: RunLease, payload: Any) -> Outcome | None:  # noqa: ARG002
         """Call it."""
-        return await self._function(lease)
+        result = await self._function(lease)
+        return result if isinstance(result, Outcome) else None
 
     async def restore(self, lease: RunLease) -> None:
         """Call what was given for it, if anything was."""

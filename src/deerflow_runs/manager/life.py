@@ -33,6 +33,7 @@ from deerflow_runs.observe import (
     RunSettled,
     RunStarted,
     SettleRetried,
+    error_code,
 )
 from deerflow_runs.protocol.decision import NOTHING_GIVEN, Applied, Decision, Given, Refused
 from deerflow_runs.protocol.drain import Parting, parting
@@ -90,13 +91,13 @@ class Deferred:
 BodyEnd = Finished | Failed | Stopped | Deferred
 
 
-def body_end(lease: RunLease, result: Outcome | None, error: BaseException | None) -> BodyEnd:
-    """How a body ended. Asks the lease before the type of the error: a library may turn a cancellation into anything
+def body_end(lease: RunLease, result: object, error: BaseException | None) -> BodyEnd:
+    """How a body ended. What it returns counts if it is an ``Outcome``, anything else is a success. Asks the lease before the type of the error: a library may turn a cancellation into anything
     (O18)."""
     if lease.fenced:
         return Stopped(StopCause.LOST)
     if error is None:
-        return Finished(result or SUCCEEDED)
+        return Finished(result if isinstance(result, Outcome) else SUCCEEDED)
     if isinstance(error, NeedsCapability):
         return Deferred(error.names)
     if isinstance(error, Drained):
@@ -477,8 +478,7 @@ class Life:
                 raise
             except Exception as error:  # noqa: BLE001 - the run ends some day, whatever is wrong with the store today
                 failures += 1
-                name = type(error.__cause__ or error).__name__
-                ground.observe(SettleRetried(**self._names(), error=name, failures=failures))
+                ground.observe(SettleRetried(**self._names(), error=error_code(error), failures=failures))
                 await ground.clock.sleep(pause_after(failures))
                 continue
             lost = isinstance(decision, Refused) and decision.reason is Refusal.LOST

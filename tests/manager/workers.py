@@ -1,0 +1,194 @@
+"""A worker without a heartbeat: ground, granting and reconciler over a store that others use too, and a clock the test
+owns. What its session is told of beats, the test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final, TypeVar, final
+
+from deerflow_runs.config import RunsConfig
+from deerflow_runs.manager.executor import NeedsCapability
+from deerflow_runs.manager.granting import Granting
+from deerflow_runs.manager.ground import Ground
+from deerflow_runs.manager.lease import RunLease
+from deerflow_runs.manager.outcome import Outcome
+from deerflow_runs.manager.reconciler import Reconciler
+from deerflow_runs.manager.registry import Held, Registry
+from deerflow_runs.manager.session import WorkerSession
+from deerflow_runs.model import EVERYONE, Run, RunId, RunKey, Session, ThreadId, WorkerId
+from deerflow_runs.observe import Event
+from deerflow_runs.store.base import Renewed
+from deerflow_runs.store.sql import SqlRunStore
+from deerflow_runs.testing.clock import ManualClock
+
+E = TypeVar("E", bound=Event)
+
+AGENT: Final = "agent"
+"""The executor that every worker has, and the capability that its runs require."""
+NEEDS_AGENT: Final = frozenset({"executor:agent"})
+
+
+@final
+class Patient:
+    """An executor whose runs last until they are let go or stopped."""
+
+    payload_version = 1
+
+    def __init__(self) -> None:
+        self.begun: list[RunLease] = []
+        self.payloads: list[Any] = []
+        self.restored: list[RunId] = []
+        self.go_on = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    def encode(self, payload: Any) -> Mapping[str, Any]:
+        return dict(payload)
+
+    def decode(self, stored: Mapping[str, Any], version: int) -> Any:
+        return dict(stored)
+
+    async def heads(self, run: Run) -> Mapping[str, str]:
+        return {}
+
+    async def run(self, lease: RunLease, payload: Any) -> Outcome | None:
+        if "needs" in payload:
+            raise NeedsCapability(payload["needs"])
+        self.begun.append(lease)
+        self.payloads.append(payload)
+        self._changed.set()
+        await self.go_on.wait()
+        return None
+
+    async def restore(self, lease: RunLease) -> None:
+        self.restored.append(lease.run_id)
+
+    async def until_begun(self, count: int) -> None:
+        """Return when so many bodies have begun."""
+        while len(self.begun) < count:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+@final
+class Worker:
+    """One worker on ``store``. Seconds are those of its own clock; the store has another one."""
+
+    def __init__(self, store: SqlRunStore, name: str = "worker", *, unit: float = 0.5, **settings: Any) -> None:
+        self.store = store
+        self.clock = ManualClock()
+        self.config = RunsConfig(**settings)
+        self.events: list[Event] = []
+        self.agent = Patient()
+        self.capabilities = NEEDS_AGENT
+        template = Session(WorkerId(""), host=name, capabilities=self.capabilities)
+        self.session = WorkerSession(template, self.config, self.clock)
+        self.registry = Registry(self.config.max_concurrent_runs)
+        self.ground = Ground(
+            store=store,
+            session=self.session,
+            registry=self.registry,
+            config=self.config,
+            clock=self.clock,
+            observe=self._observed,
+            capabilities=self.capabilities,
+        )
+        self.granting = Granting(self.ground, {AGENT: self.agent})
+        self.reconciler = Reconciler(self.ground, self.granting, unit=lambda: unit)
+        self._heard = asyncio.Event()
+
+    @property
+    def me(self) -> WorkerId:
+        return self.session.worker_id
+
+    # --- Its session ------------------------------------------------------------------------------------------------
+
+    async def opens(self) -> WorkerId:
+        """A session as the heartbeat opens it, the first or the next one; the id of the one before."""
+        before, sent_at = self.me, self.session.now()
+        opened = await self.store.open_session(self.session.fresh())
+        self.session.opened(opened, sent_at=sent_at, answered_at=self.session.now())
+        return before
+
+    async def beats(self) -> None:
+        """One beat that is accepted at once."""
+        sent_at = self.session.now()
+        renewed = await self.store.renew(self.me, state=self.session.state)
+        assert isinstance(renewed, Renewed)
+        self.session.confirmed(renewed, sent_at=sent_at, answered_at=self.session.now())
+
+    async def lives(self, seconds: float) -> None:
+        """Time goes on, and it beats all the while."""
+        while seconds > 0:
+            step = min(seconds, self.config.beat.total_seconds())
+            await self.clock.advance(step)
+            await self.beats()
+            seconds -= step
+
+    # --- Its runs ---------------------------------------------------------------------------------------------------
+
+    async def takes_up(self, run: Run, executor: Any = None) -> Held:
+        """A run that was granted to this session is held here from now on."""
+        return self.granting.take_up(run, executor)
+
+    async def starts(self, run: Run) -> Held:
+        """The same, until its body runs."""
+        begun = len(self.agent.begun)
+        held = self.granting.take_up(run, self.agent)
+        await self.agent.until_begun(begun + 1)
+        return held
+
+    async def row(self, run_id: str, thread_id: str | None = None) -> Run:
+        """A run as the store has it."""
+        run = await self.store.get(RunKey(ThreadId(thread_id or f"thread-of-{run_id}"), RunId(run_id)), scope=EVERYONE)
+        assert run is not None
+        return run
+
+    # --- What it tells ----------------------------------------------------------------------------------------------
+
+    def told(self, kind: type[E]) -> list[E]:
+        """The events of a kind, so far."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Return when it holds; looked at after every event."""
+        while not holds():
+            self._heard.clear()
+            await self._heard.wait()
+
+    async def until_told(self, kind: type[E], count: int = 1) -> list[E]:
+        """Return when so many events of a kind were told."""
+        await self.until(lambda: len(self.told(kind)) >= count)
+        return self.told(kind)
+
+    def _observed(self, event: Event) -> None:
+        self.events.append(event)
+        self._heard.set()
+
+    # --- Its end ----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Its reconciler runs meanwhile."""
+        task = asyncio.create_task(self.reconciler.run(), name="reconciler")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def is_killed(self) -> None:
+        """As with the process: nothing is ended in order."""
+        while lives := self.granting.lives():
+            for life in lives:
+                life.cancel()
+            await asyncio.wait(lives)
+
+
+async def granted(store: SqlRunStore, worker: WorkerId, run_id: str, **given: Any) -> Run:
+    """A run of ``worker`` on a thread of its own."""
+    from tests.contract.lives import admitted
+
+    return await admitted(store, run_id, f"thread-of-{run_id}", worker_id=worker, **given)
