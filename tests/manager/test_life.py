@@ -27,17 +27,17 @@ from deerflow_runs.protocol.decision import Actor, Applied, Given
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.testing.clock import ManualClock
-from tests.manager.workers import Worker, over, worker
+from tests.manager.lone import Lone, lone_worker, over
 from tests.rules import rule
 
 
-async def carried_out(one: Worker, body: Any, *, restore: Any = None, **asked: Any) -> Run | None:
+async def carried_out(one: Lone, body: Any, *, restore: Any = None, **asked: Any) -> Run | None:
     """Admit a run and carry it out to its end."""
     run = await one.admits(**asked)
     return await over(one.granting.take_up(run, LocalExecutor(body, restore)))
 
 
-async def row(one: Worker, run: Run) -> Run:
+async def row(one: Lone, run: Run) -> Run:
     found = await one.store.get(run.key, scope=EVERYONE)
     assert found is not None
     return found
@@ -45,7 +45,7 @@ async def row(one: Worker, run: Run) -> Run:
 
 @rule("O15", "O17")
 async def test_a_run_that_returns_has_succeeded_and_left_the_process(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
     seen: list[RunLease] = []
 
     async def body(lease: RunLease) -> Outcome:
@@ -66,7 +66,7 @@ async def test_a_run_that_returns_has_succeeded_and_left_the_process(store: SqlR
 
 
 async def test_a_run_that_raises_ends_as_error_with_its_type_and_message(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
 
     async def body(lease: RunLease) -> None:
         raise ValueError("bad weather")
@@ -77,7 +77,7 @@ async def test_a_run_that_raises_ends_as_error_with_its_type_and_message(store: 
 
 
 async def test_a_long_error_is_cut_at_a_character(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
 
     async def body(lease: RunLease) -> None:
         raise ValueError("é" * 10_000)
@@ -89,7 +89,7 @@ async def test_a_long_error_is_cut_at_a_character(store: SqlRunStore) -> None:
 
 
 async def test_a_run_that_waits_for_a_human_ends_as_interrupted_and_so_does_its_thread(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
 
     async def body(lease: RunLease) -> Outcome:
         return Outcome(status=RunStatus.INTERRUPTED, thread_outcome=ThreadOutcome.INTERRUPTED, stop_reason="asks")
@@ -106,7 +106,7 @@ async def for_ever(lease: RunLease) -> None:
     await asyncio.Event().wait()
 
 
-async def started(one: Worker, body: Any = for_ever, *, restore: Any = None, **asked: Any) -> Any:
+async def started(one: Lone, body: Any = for_ever, *, restore: Any = None, **asked: Any) -> Any:
     """A run whose body has begun."""
     begun = asyncio.Event()
 
@@ -121,7 +121,7 @@ async def started(one: Worker, body: Any = for_ever, *, restore: Any = None, **a
 
 @rule("O19", "O20", "I6", "F37")
 async def test_a_cancel_that_the_store_never_heard_of_is_recorded_before_the_run_ends(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
     held = await started(one)
     held.lease.stop(StopCause.CANCEL, CancelAction.INTERRUPT)
     ended = await over(held)
@@ -132,7 +132,7 @@ async def test_a_cancel_that_the_store_never_heard_of_is_recorded_before_the_run
 
 @rule("O20", "I6", "B109")
 async def test_what_finishes_over_a_recorded_cancel_is_interrupted(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
     go = asyncio.Event()
     held = await started(one, lambda _: go.wait())
     await store.apply(held.key, RunEvent.REQUEST_CANCEL, one.ground.actor(), Given(action=CancelAction.INTERRUPT))
@@ -144,7 +144,7 @@ async def test_what_finishes_over_a_recorded_cancel_is_interrupted(store: SqlRun
 
 @rule("O4", "O20", "I16")
 async def test_a_rollback_is_carried_out_under_a_new_epoch_before_the_run_ends(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
     restored: list[tuple[int, bool]] = []
 
     async def restore(lease: RunLease) -> None:
@@ -165,7 +165,7 @@ async def test_a_rollback_is_carried_out_under_a_new_epoch_before_the_run_ends(s
 @rule("O4", "I16")
 async def test_a_restore_that_fails_is_tried_again_until_it_ends_as_rollback_failed(store: SqlRunStore) -> None:
     clock = ManualClock()
-    one = await worker(store, clock=clock)
+    one = await lone_worker(store, clock=clock)
     epochs: list[int] = []
 
     async def restore(lease: RunLease) -> None:
@@ -188,7 +188,7 @@ async def test_a_body_that_swallows_every_cancellation_is_left_behind_and_can_wr
     store: SqlRunStore,
 ) -> None:
     clock = ManualClock()
-    one = await worker(store, clock=clock)
+    one = await lone_worker(store, clock=clock)
     let_go = asyncio.Event()
     seen: list[BaseException] = []
 
@@ -226,7 +226,7 @@ async def test_a_body_that_swallows_every_cancellation_is_left_behind_and_can_wr
 # --- Loss -----------------------------------------------------------------------------------------------------------
 
 
-async def taken_over(one: Worker, held: Any) -> None:
+async def taken_over(one: Lone, held: Any) -> None:
     """Another worker has declared this one dead and ended its run."""
     other = WorkerId("host:other")
     await one.store.open_session(Session(other))
@@ -237,7 +237,7 @@ async def taken_over(one: Worker, held: Any) -> None:
 
 @rule("O17", "O18", "I2")
 async def test_one_of_eight_members_that_learns_of_the_loss_stops_all_and_none_is_recorded(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
     ready, lost = asyncio.Event(), asyncio.Event()
     done: list[int] = []
 
@@ -266,7 +266,7 @@ async def test_one_of_eight_members_that_learns_of_the_loss_stops_all_and_none_i
 
 @rule("O18", "I5", "F02", "P042")
 async def test_a_result_that_comes_after_the_loss_changes_nothing_and_is_told_as_a_loss(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
     go = asyncio.Event()
     held = await started(one, lambda _: go.wait())
     await taken_over(one, held)
@@ -282,7 +282,7 @@ async def test_a_result_that_comes_after_the_loss_changes_nothing_and_is_told_as
 
 @rule("O30")
 async def test_a_run_that_needs_another_capability_goes_on_without_losing_an_attempt(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
 
     async def body(lease: RunLease) -> None:
         raise NeedsCapability("gpu")
@@ -290,12 +290,12 @@ async def test_a_run_that_needs_another_capability_goes_on_without_losing_an_att
     held = one.granting.take_up(await one.admits(on_orphan=OnOrphan.RESUME), LocalExecutor(body))
     await over(held)
     found = await row(one, held.run)
-    assert (found.vacant, found.required_capabilities, found.attempt) == (True, {"gpu"}, 1)
+    assert (found.vacant, found.required_capabilities, found.attempt) == (True, frozenset({"gpu"}), 1)
 
 
 @rule("O35", "I18")
 async def test_a_run_that_stops_between_steps_for_a_drain_is_handed_over(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
 
     async def body(lease: RunLease) -> None:
         await lease.until_draining()
@@ -310,7 +310,7 @@ async def test_a_run_that_stops_between_steps_for_a_drain_is_handed_over(store: 
 
 @rule("O23", "O35")
 async def test_a_local_run_stopped_by_a_drain_ends_as_shut_down(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
     held = await started(one)
     held.lease.stop(StopCause.DRAIN)
     ended = await over(held)
@@ -320,7 +320,7 @@ async def test_a_local_run_stopped_by_a_drain_ends_as_shut_down(store: SqlRunSto
 
 @rule("I8", "F35")
 async def test_a_run_whose_time_is_up_ends_as_timeout(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
     held = await started(one, run_timeout=micros(5))
     assert held.deadline == pytest.approx(one.ground.clock.boot_time() + 5)
     held.lease.stop(StopCause.TIMEOUT)
@@ -332,7 +332,7 @@ async def test_a_run_whose_time_is_up_ends_as_timeout(store: SqlRunStore) -> Non
 @rule("O12", "I11")
 async def test_a_suspended_run_starts_no_step_and_settles_nothing_until_trust_is_back(store: SqlRunStore) -> None:
     clock = ManualClock()
-    one = await worker(store, clock=clock)
+    one = await lone_worker(store, clock=clock)
     go = asyncio.Event()
     steps: list[str] = []
 
@@ -357,7 +357,7 @@ async def test_a_suspended_run_starts_no_step_and_settles_nothing_until_trust_is
 
 @rule("B064", "O6")
 async def test_a_run_cancelled_before_it_began_never_runs_its_body(store: SqlRunStore) -> None:
-    one = await worker(store)
+    one = await lone_worker(store)
     called: list[bool] = []
 
     async def body(lease: RunLease) -> None:
@@ -389,7 +389,7 @@ async def test_an_executor_that_cannot_read_its_payload_ends_the_run_as_error(st
         async def restore(self, lease: RunLease) -> None:
             raise AssertionError
 
-    one = await worker(store, executors={"broken": Broken()})
+    one = await lone_worker(store, executors={"broken": Broken()})
     run = await one.admits(executor="broken")
     ended = await over(one.granting.take_up(run))
     assert ended is not None

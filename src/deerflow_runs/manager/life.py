@@ -92,8 +92,10 @@ BodyEnd = Finished | Failed | Stopped | Deferred
 
 
 def body_end(lease: RunLease, result: object, error: BaseException | None) -> BodyEnd:
-    """How a body ended. What it returns counts if it is an ``Outcome``, anything else is a success. Asks the lease before the type of the error: a library may turn a cancellation into anything
-    (O18)."""
+    """How a body ended. What it returns counts if it is an ``Outcome``; anything else is a plain success.
+
+    Asks the lease before the type of the error: a library may turn a cancellation into anything (O18).
+    """
     if lease.fenced:
         return Stopped(StopCause.LOST)
     if error is None:
