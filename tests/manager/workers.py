@@ -17,11 +17,14 @@ from deerflow_runs.manager.outcome import Outcome
 from deerflow_runs.manager.reconciler import Reconciler
 from deerflow_runs.manager.registry import Held, Registry
 from deerflow_runs.manager.session import WorkerSession
-from deerflow_runs.model import EVERYONE, Run, RunId, RunKey, Session, ThreadId, WorkerId
+from deerflow_runs.model import Run, RunId, Session, WorkerId
 from deerflow_runs.observe import Event
 from deerflow_runs.store.base import Renewed
+from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.sql import SqlRunStore
+from deerflow_runs.store.units import open_units
 from deerflow_runs.testing.clock import ManualClock
+from deerflow_runs.testing.contract.stage import Stage
 
 E = TypeVar("E", bound=Event)
 
@@ -77,6 +80,7 @@ class Worker:
 
     def __init__(self, store: SqlRunStore, name: str = "worker", *, unit: float = 0.5, **settings: Any) -> None:
         self.store = store
+        self.stage = Stage(store)
         self.clock = ManualClock()
         self.config = RunsConfig(**settings)
         self.events: list[Event] = []
@@ -128,22 +132,27 @@ class Worker:
 
     # --- Its runs ---------------------------------------------------------------------------------------------------
 
-    async def takes_up(self, run: Run, executor: Any = None) -> Held:
-        """A run that was granted to this session is held here from now on."""
-        return self.granting.take_up(run, executor)
+    def holds(self, run: Run) -> Held:
+        """A run that was granted to this session and for which nobody has come yet."""
+        held = Held(RunLease(run, self.session), since=self.clock.boot_time())
+        self.registry.hold(held)
+        return held
 
     async def starts(self, run: Run) -> Held:
-        """The same, until its body runs."""
+        """A run that was granted to this session is carried out here; back when its body runs."""
         begun = len(self.agent.begun)
-        held = self.granting.take_up(run, self.agent)
+        held = self.granting.take_up(run)
         await self.agent.until_begun(begun + 1)
         return held
 
-    async def row(self, run_id: str, thread_id: str | None = None) -> Run:
-        """A run as the store has it."""
-        run = await self.store.get(RunKey(ThreadId(thread_id or f"thread-of-{run_id}"), RunId(run_id)), scope=EVERYONE)
-        assert run is not None
-        return run
+    async def admits(self, run_id: str, thread_id: str | None = None, **asked: Any) -> Run:
+        """A run that this session asks for: its own if it gets in, and of an executor that every worker has."""
+        usual = {"worker_id": self.me, "executor": AGENT, "required_capabilities": NEEDS_AGENT}
+        return await self.stage.arrives(run_id, thread_id or thread_of(run_id), **usual | asked)
+
+    async def row(self, run: Run) -> Run:
+        """A run as the store has it now."""
+        return await self.stage.now(run)
 
     # --- What it tells ----------------------------------------------------------------------------------------------
 
@@ -187,8 +196,14 @@ class Worker:
             await asyncio.wait(lives)
 
 
-async def granted(store: SqlRunStore, worker: WorkerId, run_id: str, **given: Any) -> Run:
-    """A run of ``worker`` on a thread of its own."""
-    from tests.contract.lives import admitted
+@asynccontextmanager
+async def store_without_hints(dsn: str) -> AsyncIterator[SqlRunStore]:
+    """A store whose kernel knows none of its sessions: they are made up, and nobody holds a lock for them."""
+    units = open_units(parse_dsn(dsn))
+    async with SqlRunStore(units) as store:
+        yield store
 
-    return await admitted(store, run_id, f"thread-of-{run_id}", worker_id=worker, **given)
+
+def thread_of(run_id: str) -> str:
+    """Every run of these tests has a thread of its own, unless the test says otherwise."""
+    return f"thread-of-{run_id}"
