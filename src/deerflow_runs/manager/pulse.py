@@ -85,7 +85,7 @@ class Pulse:
         self._unit = unit
         self._opening: _Opening | None = None
         self._is_open = False
-        self._sent_at = session.now()
+        self._last_turn = session.now()
         self._until_probe = 0
         self._nudged = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -164,7 +164,7 @@ class Pulse:
         """Wait for the time of the next beat, and send it."""
         pause = next_beat(self._terms, failures=self.failures, unit=self._unit())
         if self._connected:
-            await self._listen(BootSeconds(self._sent_at + pause))
+            await self._listen(BootSeconds(self._last_turn + pause))
         else:
             await self._rest(pause)
         if self._stopping.is_set():
@@ -173,10 +173,12 @@ class Pulse:
             await self._connect_again()
         if self._watch.renew:
             await self._beat()
+        else:
+            self._last_turn = self._session.now()
 
     async def _beat(self) -> None:
         """O9: the clock is read before the renewal is sent."""
-        self._sent_at = sent_at = self._session.now()
+        self._last_turn = sent_at = self._session.now()
         line = self._present_line()
         answer = await self._in_time(line.renew(self._session.worker_id, state=self._session.state))
         match answer:
@@ -332,7 +334,7 @@ class Pulse:
             self._opening = _Opening(self._session.fresh())
             raise
         self._session.opened(session, sent_at=asked_at, answered_at=self._session.now())
-        self._sent_at = asked_at
+        self._last_turn = asked_at
         self._opening = None
         self._is_open = True
 

@@ -6,9 +6,10 @@ Everything that is not spoiled goes to the line inside. Nothing here waits for t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from enum import StrEnum
 from typing import Any, TypeVar, final
 
@@ -52,8 +53,9 @@ class Gate:
         await asyncio.wrap_future(self._reached)
 
     def open(self) -> None:
-        """Let it go on."""
-        self._opened.set_result(None)
+        """Let it go on; repeating this changes nothing."""
+        with contextlib.suppress(InvalidStateError):
+            self._opened.set_result(None)
 
     async def before(self, ask: Ask) -> Any:
         """The fault of a question that has not reached the store yet."""
