@@ -1,6 +1,6 @@
 """A proxy in front of a PostgreSQL server: counts round trips, holds everything up, breaks connections off.
 
-It runs in the test's own event loop and understands nothing of what it passes on.
+It runs in the test's own event loop and understands nothing of what it passes on, but for notifications it is to keep.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class RoundTripProxy:
         self._connecting: set[asyncio.Task[None]] = set()
         self._held: list[tuple[_End, bytes]] | None = None
         self._replies_until_loss = 0
+        self._muted = False
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -61,6 +62,10 @@ class RoundTripProxy:
         for end, data in held:
             end.say(data)
 
+    def mute(self) -> None:
+        """From now on no notification arrives, and everything else does."""
+        self._muted = True
+
     def lose_reply(self, number: int) -> None:
         """Break off the connection instead of passing on the first, second… reply from now on."""
         self._replies_until_loss = number
@@ -95,6 +100,8 @@ class RoundTripProxy:
             if not self._replies_until_loss:
                 end.abort()
                 return
+        if self._muted and end.is_client:
+            data = _without_notifications(data)
         if self._held is None:
             end.say(data)
         else:
@@ -121,6 +128,11 @@ class _End(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._early = b""
         self._in_flight = False
+
+    @property
+    def is_client(self) -> bool:
+        """Whether a client is told what is said here."""
+        return not self._is_server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -162,3 +174,13 @@ class _End(asyncio.Protocol):
         """Break off this end."""
         if self._transport is not None:
             self._transport.abort()
+
+
+def _without_notifications(data: bytes) -> bytes:
+    """What a server has said, in whole messages: a letter, and a length that counts itself."""
+    kept, at = b"", 0
+    while at < len(data):
+        end = at + 1 + int.from_bytes(data[at + 1 : at + 5], "big")
+        kept += b"" if data[at : at + 1] == b"A" else data[at:end]
+        at = end
+    return kept

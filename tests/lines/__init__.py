@@ -1,0 +1,1 @@
+"""Session lines: beats, signals and hints, with real connections and real processes."""
