@@ -7,12 +7,15 @@ I19 counts over threads: whoever counts sees what was committed before, and so s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import final
+from typing import Final, final
 
-from deerflow_runs.model import Run, RunStatus, ThreadId
+from deerflow_runs.model import Run, RunStatus, Strategy, ThreadId
 from deerflow_runs.testing.invariants import Expected, Violation
 from deerflow_runs.testing.judging.base import Judge, World, delayed, fault, place
 from deerflow_runs.testing.recorded import Change, RunChanged
+
+DISPLACING: Final = frozenset({Strategy.INTERRUPT, Strategy.ROLLBACK})
+"""Who comes like this ends all who wait in the same transaction, but only after it has taken its place (O3)."""
 
 
 @final
@@ -69,7 +72,8 @@ class Limits(Judge):
 
     def _counted(self, change: RunChanged, run: Run) -> Iterator[Violation]:
         expected, arrived = self.expected, change.before is None
-        if arrived and run.status is RunStatus.QUEUED and expected.max_queued is not None:
+        queues_up = arrived and run.status is RunStatus.QUEUED and run.strategy not in DISPLACING
+        if queues_up and expected.max_queued is not None:
             yield from _over("max_queued", expected.max_queued, len(self.world.queued(run.thread_id)), change)
         if arrived and run.active and run.user_id is not None and expected.max_active_per_user is not None:
             theirs = [other for other in self.world.open_runs() if other.active and other.user_id == run.user_id]
