@@ -65,6 +65,20 @@ async def test_a_newcomer_and_the_end_of_its_user_s_last_run_never_wait_in_a_rin
         await world.every_order([THE_FIRST], [apply(THE_FIRST, RunEvent.SETTLE_SUCCESS), newcomer], verdict)
 
 
+@rule("I19", "O7")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_users_and_threads_of_the_same_names_never_wait_in_a_ring(world: World) -> None:
+    def verdict(answers: Sequence[Any], rows: Rows) -> None:
+        assert [type(answer) for answer in answers] == [Admitted, Admitted], answers
+        assert all(run.active for run in rows.values())
+
+    newcomers = [
+        admit("one", Strategy.INTERRUPT, "ben", **LIMIT),
+        admit("two", Strategy.INTERRUPT, "ann", **LIMIT | {"user_id": "ben"}),
+    ]
+    await world.every_order([], newcomers, verdict)
+
+
 @rule("I19", "O2", "O3")
 @pytest.mark.asyncio(loop_scope="module")
 async def test_newcomers_of_a_user_that_meet_on_a_thread_and_elsewhere_never_wait_in_a_ring(world: World) -> None:

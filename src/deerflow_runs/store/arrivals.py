@@ -113,9 +113,10 @@ def _entering(dialect: Dialect, take: bool, only_due: bool | None, limited: bool
     queued = and_(waiting.c.thread_id == bindparam("p_thread"), waiting.c.status == word(RunStatus.QUEUED))
     due = [waiting.c.due_at <= dialect.now] if only_due else []
     nobody_waits = ~select(literal_column("1")).select_from(waiting).where(queued, *due).exists()
-    free = true() if only_due is None else nobody_waits
-    room = _active_of_user().scalar_subquery() < bindparam("p_max_active", type_=BigInteger)
-    return _insertion(dialect, RunStatus.PENDING, take, and_(free, room) if limited else free)
+    if limited:
+        room = _active_of_user().scalar_subquery() < bindparam("p_max_active", type_=BigInteger)
+        return _insertion(dialect, RunStatus.PENDING, take, and_(nobody_waits, room))
+    return _insertion(dialect, RunStatus.PENDING, take, true() if only_due is None else nobody_waits)
 
 
 @cache
