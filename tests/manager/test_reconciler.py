@@ -14,6 +14,8 @@ from deerflow_runs.observe import (
     RunPromoted,
     RunRecovered,
     RunSeized,
+    RunSettled,
+    RunWaitsFor,
     SessionDeclaredDead,
     SweepEnded,
     SweepFailed,
@@ -22,9 +24,9 @@ from deerflow_runs.protocol.judge import How
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.store.units import Units
-from deerflow_runs.testing.contract.stage import names
+from deerflow_runs.testing.contract.stage import key, names
 from tests.contract.lives import executed
-from tests.manager.workers import AGENT, NEEDS_AGENT, Worker, store_without_hints
+from tests.manager.workers import AGENT, NEEDS_AGENT, Worker, store_without_hints, thread_of
 from tests.rules import rule
 
 NEIGHBOUR = WorkerId("host:neighbour")
@@ -227,9 +229,7 @@ async def test_an_owed_rollback_of_the_dead_is_carried_out(worker: Worker) -> No
     run = await worker.stage.is_orphaned("left", executor=AGENT, required_capabilities=NEEDS_AGENT)
     await worker.stage.is_cancelled(run, CancelAction.ROLLBACK)
     await worker.reconciler.sweep()
-    held = worker.registry.get(run.run_id)
-    assert held is not None
-    await held.over.wait()
+    await worker.until_told(RunSettled)
     assert [told.attempt for told in worker.told(RunSeized)] == [1]
     assert worker.agent.restored == ["left"]
     assert (await worker.row(run)).stop_reason == "rollback"
@@ -371,6 +371,128 @@ async def test_a_run_that_the_store_calls_somebody_elses_is_stopped(worker: Work
     await held.over.wait()
 
 
+# --- What waits -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def waited(worker: Worker) -> Worker:
+    """A worker beside a run that is vacant for longer than a sweep, and that needs what nobody has."""
+    await worker.stage.arrives("odd", take=False, required_capabilities=frozenset({"gpu"}))
+    await executed(worker.store.units, "UPDATE dr_runs SET not_before = 1")
+    return worker
+
+
+@rule("O31")
+async def test_a_run_that_nobody_can_take_says_what_it_waits_for(waited: Worker) -> None:
+    await waited.reconciler.sweep()
+    run = await waited.stage.held()
+    assert run.waits_for is not None
+    assert run.waits_for["missing"] == ["gpu"]
+    assert run.waits_for["checked_by"] == waited.me
+    assert [(told.run_id, told.missing) for told in waited.told(RunWaitsFor)] == [("odd", ("gpu",))]
+
+
+@rule("O31")
+async def test_the_same_reason_is_told_once_and_written_once(waited: Worker) -> None:
+    await waited.reconciler.sweep()
+    first = (await waited.stage.held()).waits_for
+    await waited.reconciler.sweep()
+    assert (await waited.stage.held()).waits_for == first
+    assert len(waited.told(RunWaitsFor)) == 1
+
+
+@rule("O31")
+async def test_a_note_that_has_grown_old_is_confirmed_in_silence(waited: Worker) -> None:
+    await waited.reconciler.sweep()
+    run = await waited.stage.held()
+    assert run.waits_for is not None
+    old = dict(run.waits_for) | {"checked_at": 1, "since": 1}
+    await waited.store.note_waiting(run.key, old)
+    await waited.reconciler.sweep()
+    note = (await waited.stage.held()).waits_for
+    assert note is not None
+    assert note["checked_at"] > 1
+    assert note["since"] == 1
+    assert len(waited.told(RunWaitsFor)) == 1
+
+
+@rule("O31")
+async def test_a_note_that_has_become_wrong_is_taken_away(waited: Worker) -> None:
+    await waited.reconciler.sweep()
+    await waited.stage.opens(NEIGHBOUR, capabilities=frozenset({"gpu"}))
+    await waited.reconciler.sweep()
+    assert not (await waited.stage.held()).waits_for
+
+
+@rule("O31")
+async def test_a_run_that_merely_waits_for_a_slot_waits_for_nothing(worker: Worker) -> None:
+    await worker.admits("full", take=False)
+    await executed(worker.store.units, "UPDATE dr_runs SET not_before = 1")
+    await worker.reconciler.sweep()
+    assert worker.told(RunWaitsFor) == []
+
+
+@rule("O31")
+async def test_however_many_wait_for_a_slot_each_that_cannot_be_taken_is_found(worker: Worker) -> None:
+    for number in range(150):
+        await worker.admits(f"r{number:03}", take=False)
+    await worker.stage.arrives("s-odd", take=False, required_capabilities=frozenset({"gpu"}))
+    await executed(worker.store.units, "UPDATE dr_runs SET not_before = 1")
+    await worker.reconciler.sweep()
+    await worker.reconciler.sweep()
+    assert [told.run_id for told in worker.told(RunWaitsFor)] == ["s-odd"]
+
+
+@rule("O28", "O22")
+async def test_whoever_waits_for_a_run_that_others_ended_is_told(worker: Worker) -> None:
+    await worker.stage.starts("first", worker_id=worker.me)
+    waiting = await worker.stage.waits("second", worker_id=worker.me, pinned=True)
+    expected = worker.registry.expect(waiting.key, None)
+    await worker.reconciler.sweep()
+    assert not expected.granted.done()
+    await worker.stage.happens(RunEvent.CANCEL_QUEUED, waiting)
+    await worker.reconciler.sweep()
+    assert expected.granted.cancelled()
+    assert worker.registry.waiting() == ()
+
+
+@rule("O28")
+async def test_whoever_waits_for_a_run_that_is_gone_altogether_is_told_in_the_end(worker: Worker) -> None:
+    expected = worker.registry.expect(key("never", "nowhere"), None)
+    await worker.reconciler.sweep()
+    assert not expected.granted.done()
+    await worker.lives(DEADLINE)
+    await worker.reconciler.sweep()
+    assert expected.granted.cancelled()
+
+
+# --- What is kept ---------------------------------------------------------------------------------------------------
+
+
+async def test_ended_runs_are_kept_as_long_as_the_configuration_says(new_worker: NewWorker, units: Units) -> None:
+    worker = await new_worker(runs_kept=3600)
+    old, young = [await worker.stage.starts(name, thread_of(name), worker_id=worker.me) for name in ("old", "young")]
+    for run in (old, young):
+        await worker.stage.ends(run)
+    await executed(units, "UPDATE dr_runs SET settled_at = 1 WHERE run_id = 'old'")
+    await worker.reconciler.sweep()
+    assert await worker.stage.row(old) is None
+    assert await worker.stage.row(young) is not None
+
+
+@rule("O26")
+async def test_sessions_of_the_long_dead_are_forgotten_but_only_now_and_then(worker: Worker, units: Units) -> None:
+    await worker.reconciler.sweep()
+    await worker.stage.opens(NEIGHBOUR)
+    await worker.stage.dies(NEIGHBOUR)
+    await executed(units, "UPDATE dr_workers SET dead_at = 1 WHERE worker_id = :worker", worker=NEIGHBOUR)
+    await worker.reconciler.sweep()
+    assert NEIGHBOUR in await states(worker.store)
+    await worker.lives(300)
+    await worker.reconciler.sweep()
+    assert NEIGHBOUR not in await states(worker.store)
+
+
 # --- Sweeping as such -----------------------------------------------------------------------------------------------
 
 
@@ -379,4 +501,25 @@ async def test_every_sweep_tells_how_much_it_changed(worker: Worker) -> None:
     await worker.reconciler.sweep()
     await worker.reconciler.sweep()
     assert [told.changed for told in worker.told(SweepEnded)] == [1, 0]
+    assert worker.told(SweepFailed) == []
+
+
+@rule("O26", "P105")
+async def test_a_step_that_fails_keeps_no_other_from_running(worker: Worker, units: Units) -> None:
+    """The row of one session is broken, so that every look at the sessions fails."""
+    run = await worker.stage.is_orphaned("left")
+    await executed(units, "UPDATE dr_workers SET capabilities = '[[\"no name\"]]' WHERE worker_id = :me", me=worker.me)
+    await worker.reconciler.sweep()
+    assert len(worker.told(SweepFailed)) == 1
+    assert (await worker.row(run)).vacant
+
+
+@rule("P105")
+async def test_rows_that_cannot_be_read_stop_no_recovery(worker: Worker, units: Units) -> None:
+    for number in range(5):
+        await worker.stage.is_orphaned(f"r{number}", f"t{number}")
+    await executed(units, "UPDATE dr_runs SET metadata = '{' WHERE run_id = 'r2'")
+    await worker.reconciler.sweep()
+    await worker.reconciler.sweep()
+    assert [told.run_id for told in worker.told(RunRecovered)] == ["r0", "r1", "r3", "r4"]
     assert worker.told(SweepFailed) == []

@@ -366,6 +366,13 @@ class RunStore(OwnershipStore, Protocol):
     async def next_due(self) -> Micros | None:
         """Microseconds until the next delayed run is due, by the store's clock; None: no run is delayed."""
 
+    async def unclaimed(self, waited_for: Micros, *, limit: int, after: Run | None = None) -> tuple[Run, ...]:
+        """Vacant runs that could have been claimed for so long and were not, the longest first, after ``after`` in that
+        order. Cancelled ones are left out."""
+
+    async def have_ended(self, run_ids: Collection[RunId]) -> Mapping[RunId, bool]:
+        """Those of the runs that are there, whatever their threads, and whether they are over."""
+
     async def note_waiting(self, key: RunKey, waits_for: Mapping[str, object]) -> bool:
         """Write down why a vacant run is not claimed (O31); False: it is not vacant any more."""
 

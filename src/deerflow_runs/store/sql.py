@@ -49,7 +49,7 @@ from deerflow_runs.protocol.admission import (
 from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Decision, Given
 from deerflow_runs.protocol.judge import Sign, Verdict
 from deerflow_runs.protocol.lifecycle import TRANSITIONS, RunEvent
-from deerflow_runs.store import arrivals, endings, events, incoming, reads, sessions, together
+from deerflow_runs.store import arrivals, endings, events, incoming, reads, sessions, together, waiters
 from deerflow_runs.store.base import (
     Admission,
     Admitted,
@@ -446,6 +446,16 @@ class SqlRunStore:
     async def next_due(self) -> Micros | None:
         """See ``RunStore.next_due``."""
         return await self._units.read(self._unit(reads.next_due))
+
+    async def unclaimed(self, waited_for: Micros, *, limit: int, after: Run | None = None) -> tuple[Run, ...]:
+        """See ``RunStore.unclaimed``."""
+        return await self._units.read(self._unit(waiters.unclaimed, waited_for, limit=limit, after=after))
+
+    async def have_ended(self, run_ids: Collection[RunId]) -> Mapping[RunId, bool]:
+        """See ``RunStore.have_ended``."""
+        for run_id in run_ids:
+            incoming.check_ids(run_id=run_id)
+        return await self._units.read(self._unit(waiters.have_ended, run_ids))
 
     async def note_waiting(self, key: RunKey, waits_for: Mapping[str, Any]) -> bool:
         """See ``RunStore.note_waiting``."""
