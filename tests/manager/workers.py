@@ -22,9 +22,10 @@ from deerflow_runs.observe import Event
 from deerflow_runs.store.base import Renewed
 from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.sql import SqlRunStore
-from deerflow_runs.store.units import open_units
+from deerflow_runs.store.units import Units, open_units
 from deerflow_runs.testing.clock import ManualClock
 from deerflow_runs.testing.contract.stage import Stage
+from tests.contract.lives import executed
 
 E = TypeVar("E", bound=Event)
 
@@ -202,6 +203,16 @@ async def store_without_hints(dsn: str) -> AsyncIterator[SqlRunStore]:
     units = open_units(parse_dsn(dsn))
     async with SqlRunStore(units) as store:
         yield store
+
+
+@asynccontextmanager
+async def without_runs(units: Units) -> AsyncIterator[None]:
+    """Every question about runs fails meanwhile."""
+    await executed(units, "ALTER TABLE dr_runs RENAME TO dr_runs_away")
+    try:
+        yield
+    finally:
+        await executed(units, "ALTER TABLE dr_runs_away RENAME TO dr_runs")
 
 
 def thread_of(run_id: str) -> str:

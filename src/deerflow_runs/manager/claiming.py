@@ -7,8 +7,8 @@ Which run may be claimed by whom is the table's; how fast a worker resumes what 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Final, final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, final
 
 from deerflow_runs.manager.granting import Granting
 from deerflow_runs.manager.ground import Ground
@@ -59,7 +59,7 @@ class Claiming:
                 await self._ground.clock.sleep(pause_after(failures))
                 continue
             failures = 0
-            if claimed == 0 or claimed < wanted:
+            if claimed < max(wanted, 1):
                 await self._until_work()
 
     async def claim(self, limit: int) -> int:
@@ -97,20 +97,24 @@ class Claiming:
     # --- Waiting ----------------------------------------------------------------------------------------------------
 
     async def _slot(self) -> None:
+        """Until there is one. A slot that was kept for an admission in vain says nothing when it is free again."""
         while self._ground.registry.free_slots == 0:
-            await self._ground.registry.slot_freed()
+            await self._first(self._ground.registry.slot_freed())
 
     async def _until_work(self) -> None:
         """Until somebody says so, or the time is over; with an empty budget, until it holds one run again."""
         ground = self._ground
         if self._budget.available(ground.session.now()) == 0:
             await ground.clock.sleep(1 / ground.config.resumes_per_second)
-            return
-        said = asyncio.create_task(ground.work.wait())
+        else:
+            await self._first(ground.work.wait())
+
+    async def _first(self, said: Coroutine[Any, Any, object]) -> None:
+        waiting = asyncio.create_task(said)
         try:
-            await first_of(ground.clock, LOOK_EVERY * (0.8 + 0.4 * self._unit()), said)
+            await first_of(self._ground.clock, LOOK_EVERY * (0.8 + 0.4 * self._unit()), waiting)
         finally:
-            said.cancel()
+            waiting.cancel()
 
 
 def was_begun(run: Run) -> bool:

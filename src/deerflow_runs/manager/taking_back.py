@@ -61,6 +61,7 @@ class TakingBack:
         """Ask once for everything that is to be taken back; how much was moved, taken back or fenced."""
         async with self._one_at_a_time:
             self._mine.add(self._ground.worker_id)
+            self._homes |= {held.lease.worker_id for held in self.pending()}
             moved = await self._move_homes()
             pending = self.pending()
             for start in range(0, len(pending), AT_ONCE):
