@@ -171,7 +171,7 @@ COUNTING: Final = [
         "sql",
         "how = self._units.once if newcomer.user_limit is None else self._units.transaction",
         "how = self._units.once",
-        TWO + "[postgres-reject]",
+        LIMITS + "test_a_newcomer_locks_its_user_until_it_is_committed[postgres]",
     ),
     store(
         "everybody pays for a limit",

@@ -14,6 +14,7 @@ from deerflow_runs.model import Micros, RunId, RunStatus, Session, Strategy, Thr
 from deerflow_runs.protocol.admission import DenyUser, Newcomer
 from deerflow_runs.protocol.decision import Actor, Applied
 from deerflow_runs.protocol.lifecycle import RunEvent
+from deerflow_runs.store import arrivals
 from deerflow_runs.store.base import Admitted
 from deerflow_runs.store.connections import PostgresUnits
 from deerflow_runs.store.database import Postgres
@@ -50,6 +51,20 @@ async def test_of_two_newcomers_of_a_user_one_is_let_in_in_whatever_order_they_c
 
     newcomers = [admit("one", strategy, "t1", **LIMIT), admit("two", Strategy.REJECT, "t2", **LIMIT)]
     await world.every_order([], newcomers, verdict)
+
+
+@rule("I19")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_newcomer_locks_its_user_until_it_is_committed(world: World) -> None:
+    held_open = Newcomer(run_id=RunId("one"), thread_id=ThreadId("t1"), worker_id=ME, **LIMIT)
+
+    def verdict(answers: Sequence[Any], rows: Rows) -> None:
+        let_in = [answers[0] is not None, isinstance(answers[1], Admitted)]
+        assert sorted(let_in) == [False, True], answers
+        assert len(active(rows)) == 1
+
+    verbs = [lambda player: player.transaction(arrivals.enter, held_open), admit("two", Strategy.REJECT, "t2", **LIMIT)]
+    await world.every_order([], verbs, verdict)
 
 
 @rule("I19", "O7")
