@@ -34,7 +34,7 @@ def test_a_history_without_a_grant_proves_nothing() -> None:
 
 @rule(*INVARIANTS)
 @pytest.mark.parametrize(
-    ("invariant", "told", "expected"), BROKEN, ids=lambda one: getattr(one, "__name__", None) or str(one)[:3]
+    ("invariant", "told", "expected"), BROKEN, ids=[f"{invariant} {told.__name__}" for invariant, told, _ in BROKEN]
 )
 def test_a_history_that_breaks_one_invariant_is_faulted_for_that_one(
     invariant: str, told: Told, expected: Expected

@@ -56,9 +56,9 @@ class Writes(Judge):
 
 
 def _fenced(step: StepWritten, run: Run | None) -> Iterator[Violation]:
-    if run is None or run.terminal:
-        yield fault("I2", step.key.run_id, f"wrote after its end: {run}", step)
-    elif step.epoch != run.epoch or not run.active:
+    if run is None or not run.active:
+        yield fault("I2", step.key.run_id, f"wrote when it could not be held: {run}", step)
+    elif step.epoch != run.epoch:
         yield fault("I2", run, f"wrote under epoch {step.epoch} while epoch {run.epoch} was granted", step)
     elif step.turn is not None and step.turn != run.turn:
         yield fault("I3", run, f"wrote as turn {step.turn} and has turn {run.turn}", step)
