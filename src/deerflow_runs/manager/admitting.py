@@ -126,7 +126,7 @@ class Admitting:
             run_id=RunId(request.run_id or new_id()),
             thread_id=ThreadId(request.thread_id),
             worker_id=self._ground.worker_id,
-            strategy=_word(Strategy, request.strategy, config.strategy, "strategy"),
+            strategy=_word(Strategy, request.strategy, config.strategy, "multitask_strategy"),
             take=False,  # decided when it is asked for
             pinned=pinned,
             delay=micros(request.delay.total_seconds()),
@@ -176,6 +176,7 @@ class Admitting:
     ) -> AdmittedRun:
         match answer:
             case Admitted(run, incumbent, ended):
+                run = _with_input(run, newcomer)
                 self._take_in(run, executor, expect=expect)
                 names = self._names(run)
                 self._ground.observe(RunAdmitted(**names, status=run.status, strategy=newcomer.strategy))
@@ -184,6 +185,7 @@ class Admitting:
                     await self._ground.work_appeared()
                 return AdmittedRun(run)
             case Reuse(run, by_key):
+                run = _with_input(run, newcomer)
                 if not by_key and not run.terminal:  # our own lost reply: nobody else carries it out
                     self._take_in(run, executor, expect=expect)
                 else:
@@ -313,6 +315,11 @@ class Admitting:
 
     def _names(self, run: Run) -> dict[str, Any]:
         return {"worker_id": self._ground.worker_id, "run_id": run.run_id, "thread_id": run.thread_id}
+
+
+def _with_input(run: Run, newcomer: Newcomer) -> Run:
+    """The row with the input that is stored in it, which is not sent back only to be known here already."""
+    return run if run.kwargs is not None else replace(run, kwargs=newcomer.kwargs)
 
 
 def _positive(value: timedelta, path: str) -> None:

@@ -17,7 +17,8 @@ from deerflow_runs.manager.joining import Joining
 from deerflow_runs.manager.lease import StopCause
 from deerflow_runs.manager.life import Stopped
 from deerflow_runs.manager.registry import Held, Phase
-from deerflow_runs.model import EVERYONE, CancelAction, OneUser, Run, RunKey, RunStatus, Scope, micros
+from deerflow_runs.manager.scoping import visible
+from deerflow_runs.model import EVERYONE, CancelAction, Run, RunKey, RunStatus, Scope, micros
 from deerflow_runs.observe import CancelRequested, RunForced
 from deerflow_runs.protocol.decision import Applied, Decision, Given, Refused
 from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
@@ -77,7 +78,7 @@ class Cancelling:
     async def _requested(self, key: RunKey, action: CancelAction, scope: Scope) -> CancelResult:
         held = self._ground.registry.get(key.run_id)
         if held is not None and held.key == key and not held.run.reservation:
-            if not _visible(held.run, scope):
+            if not visible(held.run, scope):
                 return CancelResult(CancelOutcome.UNKNOWN)
             if held.phase is not Phase.SETTLING:
                 return await self._cancel_held(held, action)
@@ -162,10 +163,6 @@ class Cancelling:
         else:
             self._ground.registry.give_up(run.run_id)
             await self._cancel_stored(run.key, CancelAction.INTERRUPT, EVERYONE)
-
-
-def _visible(run: Run, scope: Scope) -> bool:
-    return not isinstance(scope, OneUser) or run.user_id == scope.user_id
 
 
 def _refused(refused: Refused) -> CancelResult:

@@ -10,6 +10,7 @@ from typing import Final, final
 
 from deerflow_runs.errors import StoreUnavailable
 from deerflow_runs.manager.ground import Ground
+from deerflow_runs.manager.scoping import visible
 from deerflow_runs.model import Run, RunKey, Scope
 
 FIRST_LOOK: Final = 0.05
@@ -34,7 +35,7 @@ class Joining:
         pause = FIRST_LOOK
         while True:
             held = self._ground.registry.get(key.run_id)
-            if held is not None and held.key == key:
+            if held is not None and held.key == key and visible(held.run, scope):
                 await held.over.wait()
             try:
                 run = await self._ground.store.get(key, scope=scope)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from contextvars import Token as ContextToken
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, final
 
@@ -287,8 +287,9 @@ class RunLease:
                 turn.set_result(None)
 
     def saw(self, run: Run) -> None:
-        """The row has changed by this holder's own doing: started, taken back, seized. Opens the gate again."""
-        self._run = run
+        """The row has changed by this holder's own doing: started, taken back, seized. Opens the gate again. Few
+        statements send the input back; it never changes."""
+        self._run = run if run.kwargs is not None else replace(run, kwargs=self._run.kwargs)
         self.wake()
 
     def bind(self, body: asyncio.Task[Any], on_stop: Callable[[], None]) -> None:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, assert_never, final
 
-from deerflow_runs.errors import UsageError
+from deerflow_runs.errors import StoreUnavailable, UsageError
 from deerflow_runs.manager.executor import NOTHING_TO_RESTORE, Drained, Executor, NeedsCapability
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import RunLease, StopCause, enter
 from deerflow_runs.manager.outcome import SUCCEEDED, Outcome
 from deerflow_runs.manager.registry import Held, Phase
-from deerflow_runs.model import MICROS_PER_SECOND, CancelAction, Run, RunStatus, StopReason, micros
+from deerflow_runs.model import EVERYONE, MICROS_PER_SECOND, CancelAction, Run, RunStatus, StopReason, micros
 from deerflow_runs.observe import (
     LingeringEnded,
     RestoreFailed,
@@ -214,8 +215,20 @@ class Life:
         executor, run = self._held.executor, self._lease.run
         if executor is None:
             raise UsageError(f"no executor {run.executor!r} is registered with this manager")
-        payload = executor.decode(run.kwargs or {}, run.payload_version)
+        payload = executor.decode(await self._stored_input(run), run.payload_version)
         return await executor.run(self._lease, payload)
+
+    async def _stored_input(self, run: Run) -> Mapping[str, Any]:
+        """Whoever admitted the run has it already, and a function needs none; a claim does not bring it along (O26)."""
+        failures = 0
+        while run.kwargs is None and run.executor is not None:
+            try:
+                return ((await self._ground.store.get(run.key, scope=EVERYONE)) or run).kwargs or {}
+            except StoreUnavailable as error:
+                failures += 1
+                self._ground.observe(SettleRetried(**self._names(), error=error_code(error), failures=failures))
+                await self._ground.clock.sleep(pause_after(failures))
+        return run.kwargs or {}
 
     def _in_context(self, work: Any) -> asyncio.Task[Any]:
         """A task of its own with a copy of this one's context: nothing leaks to a sibling or back."""
@@ -257,7 +270,8 @@ class Life:
     def _fresh_lease(self, run: Run) -> None:
         """Go on under a lease that the body does not have; its own is closed for good."""
         before = self._held.lease
-        self._held.lease = RunLease(run, self._ground.session)
+        self._held.lease = RunLease(before.run, self._ground.session)
+        self._held.lease.saw(run)
         if before.fence_reason is not None:
             self._held.lease.fence(before.fence_reason)
         before.close()

@@ -10,7 +10,8 @@ from typing import final
 
 from deerflow_runs.errors import StoreUnavailable
 from deerflow_runs.manager.ground import Ground
-from deerflow_runs.model import OneUser, Run, RunId, RunKey, Scope, ThreadId
+from deerflow_runs.manager.scoping import visible
+from deerflow_runs.model import Run, RunId, RunKey, Scope, ThreadId
 from deerflow_runs.observe import ReadDegraded, error_code
 from deerflow_runs.store.base import Page, RunFilter
 
@@ -60,12 +61,8 @@ class Reading:
     def _held(self, thread_id: ThreadId, scope: Scope) -> tuple[Run, ...]:
         """Newest first. Reservations are no runs."""
         rows = (held.run for held in self._ground.registry.of_thread(thread_id))
-        mine = [run for run in rows if not run.reservation and _visible(run, scope)]
+        mine = [run for run in rows if not run.reservation and visible(run, scope)]
         return tuple(sorted(mine, key=lambda run: run.seq, reverse=True))
 
     def _degraded(self, error: StoreUnavailable) -> None:
         self._ground.observe(ReadDegraded(worker_id=self._ground.worker_id, error=error_code(error)))
-
-
-def _visible(run: Run, scope: Scope) -> bool:
-    return not isinstance(scope, OneUser) or run.user_id == scope.user_id
