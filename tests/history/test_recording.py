@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, final
 
 import pytest
 from sqlalchemy import Connection, text
 
-from deerflow_runs import SqlRunStore
+from deerflow_runs import SqlRunStore, store_at
 from deerflow_runs.model import (
     CancelAction,
     Micros,
@@ -24,12 +24,15 @@ from deerflow_runs.model import (
 from deerflow_runs.protocol.decision import Actor, Applied, Given
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import Renewed
+from deerflow_runs.store.migrate import upgrade
+from deerflow_runs.store.units import Unit, Units
 from deerflow_runs.testing import (
     Expected,
     ModelStore,
     Report,
     check_history,
     grant_of,
+    install_recording,
     read_history,
     steps_of,
     write_step,
@@ -40,6 +43,8 @@ from tests.contract.lives import ME, OTHER, admitted, delayed, executed, happene
 from tests.contract.test_histories import answered
 from tests.history.crowd import crowd
 from tests.rules import rule
+
+T = TypeVar("T")
 
 NOW = Given(cancel_grace=Micros(0), backoff=Micros(0), restored=True)
 HEALTHY = Expected(healthy=[ME, OTHER], max_running=3, max_queued=2, quiet=True)
@@ -171,6 +176,19 @@ async def test_a_row_is_read_back_as_the_store_knows_it(store: SqlRunStore, reco
     assert (beat.session.beat, beat.session.expires_at, beat.session.hinted) == (1, answer.expires_at, True)
 
 
+async def test_a_schema_of_its_own_keeps_its_own_history(postgres_dsn: str) -> None:
+    own = f"{postgres_dsn}?schema=own"
+    upgrade(own)
+    install_recording(postgres_dsn)
+    install_recording(own)
+    async with store_at(own) as store:
+        await store.open_session(Session(ME))
+        run = await started(store, "run")
+        assert await write_step(store, grant_of(run), "one")
+    assert len(list(read_history(own).changes)) == 4
+    assert list(read_history(postgres_dsn).changes) == []
+
+
 async def test_what_is_rolled_back_was_never_recorded(store: SqlRunStore, recorded_dsn: str) -> None:
     with pytest.raises(LookupError):
         await store.units.transaction(_written_and_taken_back)
@@ -193,6 +211,35 @@ async def test_a_step_is_recorded_while_the_run_is_held_and_not_after_its_end(
     await happened(store, run, RunEvent.SETTLE_SUCCESS)
     assert not await write_step(store, grant_of(run), "two")
     assert await steps_of(store, run.key) == ("one",)
+
+
+@final
+class Twice:
+    """Units of work that lose every first reply and ask again."""
+
+    def __init__(self, units: Units) -> None:
+        self._units = units
+        self.dialect = units.dialect
+        self.open, self.close, self.read = units.open, units.close, units.read
+
+    async def once(self, unit: Unit[T]) -> T:
+        """The second answer."""
+        await self._units.once(unit)
+        return await self._units.once(unit)
+
+    async def transaction(self, unit: Unit[T]) -> T:
+        """The second answer."""
+        await self._units.transaction(unit)
+        return await self._units.transaction(unit)
+
+
+@rule("O8")
+async def test_a_step_whose_reply_was_lost_is_recorded_once(store: SqlRunStore) -> None:
+    await store.open_session(Session(ME))
+    run = await started(store, "run")
+    forgetful = SqlRunStore(Twice(store.units))
+    assert await write_step(forgetful, grant_of(run), "one")
+    assert await steps_of(forgetful, run.key) == ("one",)
 
 
 # --- Rows that somebody has spoilt ----------------------------------------------------------------------------------

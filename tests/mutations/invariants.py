@@ -421,6 +421,14 @@ MUTATIONS: Final[list[AnyMutation]] = [
         "test_a_row_that_somebody_spoils_is_found",
     ),
     real(
+        "a step whose reply was lost is recorded twice",
+        "O8",
+        "recording",
+        "connection.execute(kept.returning(_STEPS.c.id), dict(bag))",
+        'connection.execute(kept.returning(_STEPS.c.id), dict(bag) | {"p_write": uuid4().hex})',
+        "test_a_step_whose_reply_was_lost_is_recorded_once",
+    ),
+    real(
         "a step needs no fence on SQLite",
         "O14",
         "recording",

@@ -50,7 +50,11 @@ def _charged(before: Run, after: Run, world: World) -> bool:
 
 @final
 class Drains(Judge):
-    """I18: what a draining session lets go of has lost no attempt."""
+    """I18: what a draining session lets go of has lost no attempt. That no finished step is done again is I20.
+
+    A run that it owned and never attached to is given back like any other and does cost one (O12): a test in which
+    that can happen during a drain suspends I18.
+    """
 
     def saw(self, change: Change) -> Iterator[Violation]:
         """Judge every run that leaves a draining owner."""
