@@ -190,7 +190,7 @@ class Beating:
         return round(self.session.trust.ends - self.begun_at, 6)
 
     def _line(self) -> SessionLine:
-        self.made.append(FlakyLine(self.lines.line(), self.faults))
+        self.made.append(FlakyLine(self.lines.session_line(), self.faults))
         return self.made[-1]
 
     def _pinged(self) -> None:

@@ -1,54 +1,39 @@
-"""The heartbeat's work on its own event loop: open the session, renew it, hear signals, reconnect, replace, close.
+"""The heartbeat's work on its own event loop: beat, hear signals, tell the main loop, and go on whatever happens.
 
-How often, how long and what an answer means is decided in ``protocol.trust``. Nothing here knows threads or the main
-loop (``heartbeat`` does), and nothing here knows runs: the cost of a beat is the same for one and for ten thousand.
+How often, how long and what an answer means is decided in ``protocol.trust``; the connection is ``lifeline``'s. Nothing
+here knows threads (``heartbeat`` does) or runs: the cost of a beat is the same for one and for ten thousand.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar, assert_never, final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, assert_never, final
 
 from deerflow_runs import observe as events
 from deerflow_runs.clock import Clock
 from deerflow_runs.config import RunsConfig
-from deerflow_runs.errors import DeerflowRunsError, StoreUnavailable, UsageError
+from deerflow_runs.errors import DeerflowRunsError, StoreUnavailable
 from deerflow_runs.manager import messages
+from deerflow_runs.manager.lifeline import Lifeline
 from deerflow_runs.manager.loop_watch import LoopWatch
 from deerflow_runs.manager.session import WorkerSession
 from deerflow_runs.manager.telling import TrustTeller
-from deerflow_runs.manager.waiting import OBEDIENCE, GivenUp, ended, first_of, within
-from deerflow_runs.model import Session, WorkerId
-from deerflow_runs.protocol.trust import BEATS_PER_TIMEOUT, BootSeconds, beat_timeout, next_beat
+from deerflow_runs.manager.waiting import GivenUp, ended, first_of
+from deerflow_runs.model import WorkerId
+from deerflow_runs.protocol.trust import BEATS_PER_TIMEOUT, BootSeconds, next_beat
 from deerflow_runs.store.base import CancelRequest, NotLive, Renewed, SessionLine
 from deerflow_runs.store.signals import Signal, SignalMode
 
 logger = logging.getLogger("deerflow_runs.heartbeat")
-
-T = TypeVar("T")
 
 PROBE_EVERY: Final = 10
 """Beats between two questions whether signals still arrive (O33)."""
 
 PROBE_PATIENCE: Final = 1.5
 """Seconds that such a question gets at least: a line waits a second for a signal of its own."""
-
-FIRST_PATIENCE: Final = 10.0
-"""Seconds that each step of the first opening may take, or a lease if that is longer: there is no trust to lose yet."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """A session that is to be opened. ``asked_at``: when it was asked for first; from then on its row may exist."""
-
-    session: Session
-    asked_at: BootSeconds | None = None
 
 
 @final
@@ -75,18 +60,14 @@ class Pulse:
         self.last_confirmed_at: BootSeconds | None = None
         self.mode: SignalMode | None = None
         self._session = session
-        self._make_line = line
-        self._line: SessionLine | None = None
-        self._connected = False
         self._terms = config.terms()
         self._clock = clock
         self._post = post
         self._observe = observe
         self._unit = unit
-        self._opening: _Opening | None = None
-        self._is_open = False
         self._last_turn = session.now()
         self._until_probe = 0
+        self._lifeline = Lifeline(session, line, self._terms, clock, observe)
         self._nudged = asyncio.Event()
         self._stopping = asyncio.Event()
         self._budget = 0.0
@@ -125,14 +106,19 @@ class Pulse:
         stopping.cancel()
         if not working.done():
             await first_of(self._clock, self._budget / 2, working)
-            self._connected = self._connected and working.done()
-            await ended(self._clock, working)
-        await self._close()
+            if not working.done():
+                self._lifeline.broken()
+                await ended(self._clock, working)
+        await self._lifeline.close(self._last_patience())
         if working.done() and not working.cancelled():
             working.result()
 
+    def _last_patience(self) -> float:
+        """Half of the budget is for what is under way, a quarter each for a connection and the last word."""
+        return self._budget / 4 if self._stopping.is_set() else BEATS_PER_TIMEOUT * self._terms.beat
+
     async def _work(self, opened: Callable[[], None]) -> None:
-        await self._open_first()
+        await self._begin()
         opened()
         beside = [
             asyncio.create_task(self._for_ever(self._teller.watch), name="heartbeat-trust"),
@@ -142,6 +128,27 @@ class Pulse:
             await self._beat_for_ever()
         finally:
             await ended(self._clock, *beside)
+
+    async def _begin(self) -> None:
+        """Raises what the store says."""
+        try:
+            await self._lifeline.open()
+            if not self._session.trusted():  # the answer took longer than the lease
+                await self._beat()
+        except GivenUp as error:
+            self._lifeline.broken(error)
+            raise StoreUnavailable(str(error)) from error
+        except BaseException:
+            self._lifeline.broken()
+            raise
+        if not self._session.trusted():
+            raise StoreUnavailable(f"the store answers too slowly for a lease of {self._terms.lease:g} s")
+        self._observe(events.SessionOpened(worker_id=self._session.worker_id))
+        self._last_turn = self._asked_at()
+        try:
+            await self._probe()
+        except DeerflowRunsError as error:  # no reason not to begin
+            self._failed(error)
 
     async def _for_ever(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
@@ -163,13 +170,13 @@ class Pulse:
     async def _next(self) -> None:
         """Wait for the time of the next beat, and send it."""
         pause = next_beat(self._terms, failures=self.failures, unit=self._unit())
-        if self._connected:
+        if self._lifeline.connected:
             await self._listen(BootSeconds(self._last_turn + pause))
         else:
             await self._rest(pause)
         if self._stopping.is_set():
             return
-        if not self._connected:
+        if not self._lifeline.connected:
             await self._connect_again()
         if self._watch.renew:
             await self._beat()
@@ -179,18 +186,16 @@ class Pulse:
     async def _beat(self) -> None:
         """O9: the clock is read before the renewal is sent."""
         self._last_turn = sent_at = self._session.now()
-        line = self._present_line()
-        answer = await self._in_time(line.renew(self._session.worker_id, state=self._session.state))
+        worker_id, state = self._session.worker_id, self._session.state
+        answer = await self._lifeline.ask(self._lifeline.line.renew(worker_id, state=state))
         match answer:
             case Renewed():
                 self._confirmed(answer, sent_at)
-                await self._probe(line)
+                await self._probe()
             case NotLive():
-                self._is_open = False
-                self._session.refused()
+                self._lifeline.refused()
                 self._teller.look()
-                self._opening = _Opening(self._session.fresh())
-                await self._replace(self._opening)
+                await self._connect_again()
             case _:
                 assert_never(answer)
 
@@ -204,10 +209,8 @@ class Pulse:
         self._heard(answer.requests)
 
     def _failed(self, error: Exception) -> None:
-        """The line may be in any state: it is connected anew before it is used again."""
-        self._connected = False
-        if isinstance(error, GivenUp) and not error.ended:
-            self._line = None  # somebody is still inside
+        """The line is connected anew before it is used again."""
+        self._lifeline.broken(error)
         self.failures += 1
         self._session.failed()
         told = events.BeatFailed(
@@ -216,9 +219,25 @@ class Pulse:
         logger.debug("a beat failed", exc_info=error)
         self._observe(told)
 
-    async def _in_time(self, question: Coroutine[Any, Any, T]) -> T:
-        """O10: never longer than what leaves trust enough for another attempt."""
-        return await within(self._clock, beat_timeout(self._session.trust, self._session.now()), question)
+    async def _connect_again(self) -> None:
+        """O19, O32: what was missed meanwhile must be read again, by the next beat here and by the main loop."""
+        self._until_probe = 0
+        previous = await self._lifeline.connect_again()
+        if previous is not None:
+            self._replaced(previous)
+        self._post(messages.Reconnected())
+
+    def _replaced(self, previous: WorkerId) -> None:
+        """O13. The next beat counts from the first request for the session, as trust does: it may be due at once."""
+        self.failures = 0
+        self._last_turn = self._asked_at()
+        self._observe(events.SessionReplaced(worker_id=self._session.worker_id, previous=previous))
+        self._post(messages.SessionReplaced(previous))
+        self._teller.look()
+
+    def _asked_at(self) -> BootSeconds:
+        """When the session that has just been opened was asked for."""
+        return BootSeconds(self._session.trust.ends - (self._terms.lease - self._terms.margin))
 
     # --- Between beats ------------------------------------------------------------------------------------------------
 
@@ -236,7 +255,7 @@ class Pulse:
         self._nudged.clear()
 
     async def _signals(self, seconds: float) -> frozenset[Signal]:
-        waiting = asyncio.create_task(self._present_line().wait(seconds))
+        waiting = asyncio.create_task(self._lifeline.line.wait(seconds))
         nudged = asyncio.create_task(self._nudged.wait())
         await first_of(self._clock, seconds, waiting, nudged)
         if not await ended(self._clock, waiting, nudged):
@@ -247,7 +266,7 @@ class Pulse:
         """O33: a signal is a hint; what it hints at is read from the store."""
         match signal:
             case Signal.CANCEL:
-                self._heard(await self._in_time(self._present_line().requests(self._session.worker_id)))
+                self._heard(await self._lifeline.ask(self._lifeline.line.requests(self._session.worker_id)))
             case Signal.WORK:
                 self._post(messages.WorkWanted())
             case Signal.DRAIN:
@@ -259,105 +278,12 @@ class Pulse:
         if requests:
             self._post(messages.Heard(requests))
 
-    async def _probe(self, line: SessionLine) -> None:
+    async def _probe(self) -> None:
         """O33: signals that do not arrive are worse than none, so they are tried at the start and now and then."""
+        line = self._lifeline.line
         if self._until_probe == 0 and line.mode in (SignalMode.NOTIFY, SignalMode.POLLING):
-            limit = beat_timeout(self._session.trust, self._session.now())
-            await within(self._clock, max(limit, PROBE_PATIENCE), line.probe())
+            await self._lifeline.ask(line.probe(), at_least=PROBE_PATIENCE)
         self._until_probe = (self._until_probe or PROBE_EVERY) - 1
         if line.mode is not self.mode:
             self.mode = line.mode
             self._observe(events.SignalModeChanged(worker_id=self._session.worker_id, mode=line.mode.value))
-
-    # --- Connections and sessions -------------------------------------------------------------------------------------
-
-    def _present_line(self) -> SessionLine:
-        if self._line is None:
-            self._line = self._make_line()
-        return self._line
-
-    async def _open_first(self) -> None:
-        """Raises what the store says. A row that may exist by then is closed with everything else, in ``_close``."""
-        patience = max(self._terms.lease, FIRST_PATIENCE)
-        opening = self._opening = _Opening(self._session.session)
-        try:
-            await within(self._clock, patience, self._present_line().connect(opening.session.worker_id))
-            self._connected = True
-            await self._open(opening, patience)
-            if not self._session.trusted():
-                await self._beat()
-        except GivenUp as error:
-            self._connected = False
-            raise StoreUnavailable(str(error)) from error
-        except BaseException:
-            self._connected = False
-            raise
-        if not self._session.trusted():
-            raise StoreUnavailable(f"the store answers too slowly for a lease of {self._terms.lease:g} s")
-        self._observe(events.SessionOpened(worker_id=self._session.worker_id))
-        await self._probe(self._present_line())
-
-    async def _connect_again(self) -> None:
-        """O19, O32: what was missed meanwhile must be read again, by the next beat here and by the main loop."""
-        self._until_probe = 0
-        if self._opening is not None:
-            await self._replace(self._opening)
-            return
-        await self._in_time(self._present_line().connect(self._session.worker_id))
-        self._connected = True
-        self._post(messages.Reconnected())
-
-    async def _replace(self, opening: _Opening) -> None:
-        """O13: a session that is not live never comes back; a new one takes its place, under a connection of its own,
-        because channel and hint belong to an id."""
-        previous = self._session.worker_id
-        self._connected = False
-        await self._in_time(self._present_line().connect(opening.session.worker_id))
-        limit = beat_timeout(self._session.trust, self._session.now())
-        await self._open(opening, limit)
-        self._connected = True
-        self.failures = 0
-        self._observe(events.SessionReplaced(worker_id=self._session.worker_id, previous=previous))
-        self._post(messages.SessionReplaced(previous))
-        self._teller.look()
-        self._post(messages.Reconnected())
-        if not self._session.trusted():
-            self._nudged.set()
-
-    async def _open(self, opening: _Opening, seconds: float) -> None:
-        """A repeat under the same id is answered by the row of the first request, whose lease runs since then."""
-        asked_at = opening.asked_at if opening.asked_at is not None else self._session.now()
-        self._opening = replace(opening, asked_at=asked_at)
-        try:
-            session = await within(self._clock, seconds, self._present_line().open_session(opening.session))
-        except UsageError:  # it was opened, and has died, before we heard of it (I12)
-            self._opening = _Opening(self._session.fresh())
-            raise
-        self._session.opened(session, sent_at=asked_at, answered_at=self._session.now())
-        self._last_turn = asked_at
-        self._opening = None
-        self._is_open = True
-
-    async def _close(self) -> None:
-        """O35: a session that leaves says so, and nobody waits for its expiry. If the store is away, expiry does it."""
-        limit = self._budget / 4 if self._stopping.is_set() else BEATS_PER_TIMEOUT * self._terms.beat
-        try:
-            for worker_id in self._rows():
-                if not self._connected:
-                    await within(self._clock, limit, self._present_line().connect(worker_id))
-                    self._connected = True
-                if await within(self._clock, limit, self._present_line().close_session(worker_id)):
-                    self._observe(events.SessionClosed(worker_id=worker_id))
-        except DeerflowRunsError as error:
-            logger.warning("the session could not be closed and will expire: %s", events.error_code(error))
-        finally:
-            if self._line is not None:
-                with contextlib.suppress(GivenUp):
-                    await within(self._clock, OBEDIENCE, self._line.close())
-
-    def _rows(self) -> Iterator[WorkerId]:
-        """The sessions that may be live at the store, by all that is known here."""
-        if self._is_open:
-            yield self._session.worker_id
-        if self._opening is not None and self._opening.asked_at is not None:
-            yield self._opening.session.worker_id

@@ -1,11 +1,12 @@
 """A session line over the model store: nothing to connect, and signals travel within the process.
 
 It keeps no promise of its own: what it answers is the model's answer. Beside real lines it is held against the same
-checks (``tests/lines_contract.py``); it takes no time, so a manual clock owns all of it.
+checks (``tests/lines/test_lines.py``); it takes no time, so a manual clock owns all of it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import final
 
 from deerflow_runs.errors import StoreUnavailable
@@ -23,7 +24,7 @@ class ModelLines:
         self.store = store
         self._hub = Hub()
 
-    def line(self) -> ModelLine:
+    def session_line(self) -> ModelLine:
         """A new line, not connected."""
         return ModelLine(self.store, self._hub)
 
@@ -60,11 +61,12 @@ class ModelLine:
     async def open_session(self, session: Session) -> Session:
         """See ``SessionLine.open_session``."""
         self._connected()
-        return await self._store.open_session(session)
+        return await self._store.open_session(replace(session, hinted=False))
 
     async def renew(self, worker_id: WorkerId, *, state: SessionState) -> Renewal:
         """See ``SessionLine.renew``."""
         self._connected()
+        await self._store.now()  # the model's clock moves when it is asked
         return await self._store.renew(worker_id, state=state)
 
     async def requests(self, worker_id: WorkerId) -> tuple[CancelRequest, ...]:
