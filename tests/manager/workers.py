@@ -189,6 +189,10 @@ class Worker:
             with suppress(asyncio.CancelledError):
                 await task
 
+    async def until_idle(self) -> None:
+        """While it runs: its sweeps, its claims and its look at deadlines all wait for the time to pass."""
+        await self.clock.until_sleeping(3)
+
     async def is_killed(self) -> None:
         """As with the process: nothing is ended in order."""
         while lives := self.granting.lives():
