@@ -65,6 +65,16 @@ async def ending(work: Awaitable[T]) -> T:
     return await asyncio.wait_for(work, SOON)
 
 
+async def heard_out(*lines: SessionLine) -> None:
+    """On SQLite everybody's own commits are signals too: hear them now."""
+    for line in lines:
+        for _ in range(10):
+            if not await line.wait(0):
+                break
+        else:
+            raise AssertionError("there is always something new to hear")
+
+
 async def sign_of(store: RunStore, worker_id: WorkerId = ME) -> Sign:
     """What the kernel says about one session now."""
     return (await store.signs(await store.sessions())).get(worker_id, Sign.NONE)

@@ -14,7 +14,7 @@ from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import CancelRequest, NotLive, RunStore, SessionLine
 from deerflow_runs.store.signals import Signal, SignalMode
 from tests.contract.lives import admitted, started
-from tests.lines.support import LIVE, ME, OTHER, beat, beating, connected, ending
+from tests.lines.support import LIVE, ME, OTHER, SOON, beat, beating, connected, ending, heard_out
 from tests.rules import rule
 
 INTERRUPT = Given(action=CancelAction.INTERRUPT)
@@ -96,25 +96,27 @@ async def test_a_line_that_is_not_connected_has_no_answer(store: RunStore) -> No
 @rule("O33")
 async def test_a_signal_wakes_the_worker_it_is_for_and_nobody_else(store: RunStore) -> None:
     async with beating(store) as mine, beating(store, OTHER) as theirs:
-        await _settled(mine, theirs)
+        await heard_out(mine, theirs)
         waits = asyncio.create_task(theirs.wait(60))
         await store.send(Signal.CANCEL, ME)
         assert await ending(mine.wait(60)) == {Signal.CANCEL}
         await store.send(Signal.DRAIN, OTHER)
         assert await ending(waits) == {Signal.DRAIN}
+        await store.send(Signal.DRAIN, ME)
+        assert await ending(mine.wait(60)) == {Signal.DRAIN}  # and nothing twice
 
 
 @rule("O33")
 async def test_a_signal_for_nobody_in_particular_wakes_everybody(store: RunStore) -> None:
     async with beating(store) as mine, beating(store, OTHER) as theirs:
-        await _settled(mine, theirs)
+        await heard_out(mine, theirs)
         await store.send(Signal.WORK)
         assert await ending(mine.wait(60)) == await ending(theirs.wait(60)) == {Signal.WORK}
 
 
 async def test_signals_that_come_between_two_waits_are_in_the_next(store: RunStore) -> None:
     async with beating(store) as line:
-        await _settled(line)
+        await heard_out(line)
         await store.send(Signal.WORK)
         await store.send(Signal.CANCEL, ME)
         assert await ending(_heard(line, 2)) == {Signal.WORK, Signal.CANCEL}
@@ -122,7 +124,7 @@ async def test_signals_that_come_between_two_waits_are_in_the_next(store: RunSto
 
 async def test_a_wait_that_is_cancelled_loses_no_signal(store: RunStore) -> None:
     async with beating(store) as line:
-        await _settled(line)
+        await heard_out(line)
         for _ in range(20):
             wait = asyncio.create_task(line.wait(60))
             await asyncio.sleep(0)
@@ -134,7 +136,7 @@ async def test_a_wait_that_is_cancelled_loses_no_signal(store: RunStore) -> None
 
 async def test_a_wait_ends_without_a_signal_when_its_time_is_over(store: RunStore) -> None:
     async with beating(store) as line:
-        await _settled(line)
+        await heard_out(line)
         assert await ending(line.wait(0.01)) == frozenset()
 
 
@@ -148,9 +150,9 @@ async def test_a_line_beats_and_hears_in_an_event_loop_of_another_thread(store: 
         await line.probe()
         await line.wait(0)
         number = (await beat(line)).beat
-        await _settled(line)
+        await heard_out(line)
         ready.set()
-        heard = await line.wait(60)
+        heard = await line.wait(2 * SOON)
         await line.close()
         return number, heard
 
@@ -158,13 +160,6 @@ async def test_a_line_beats_and_hears_in_an_event_loop_of_another_thread(store: 
     assert await asyncio.to_thread(ready.wait, 10)
     await store.send(Signal.CANCEL, ME)
     assert await ending(thread) == (1, frozenset({Signal.CANCEL}))
-
-
-async def _settled(*lines: SessionLine) -> None:
-    """On SQLite everybody's own commits are signals too: hear them now."""
-    for line in lines:
-        while await line.wait(0):
-            pass
 
 
 async def _heard(line: SessionLine, many: int) -> set[Signal]:
@@ -180,6 +175,6 @@ async def _heard(line: SessionLine, many: int) -> set[Signal]:
 async def test_a_worker_s_id_may_be_anything(store: RunStore) -> None:
     strange = WorkerId("../häst: 'a'\n" + "x" * 200)
     async with beating(store, strange) as line:
-        await _settled(line)
+        await heard_out(line)
         await store.send(Signal.CANCEL, strange)
         assert await ending(line.wait(60)) == {Signal.CANCEL}

@@ -328,7 +328,9 @@ async def units_holding(database: Postgres) -> AsyncIterator[None]:
     """Meanwhile somebody holds the rows of all sessions."""
     arguments: dict[str, Any] = database.asyncpg_arguments()
     connection = await asyncpg.connect(**arguments)
-    async with connection.transaction():
-        await connection.execute("SELECT 1 FROM dr_workers FOR UPDATE")
-        yield
-    await connection.close()
+    try:
+        async with connection.transaction():
+            await connection.execute("SELECT 1 FROM dr_workers FOR UPDATE")
+            yield
+    finally:
+        await connection.close()
