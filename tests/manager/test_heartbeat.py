@@ -10,11 +10,11 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, final
 
+import asyncpg
 import pytest
 
 from deerflow_runs import RunsConfig, SqlRunStore, StoreUnavailable, UsageError, store_at
@@ -22,12 +22,15 @@ from deerflow_runs.clock import Clock, SystemClock
 from deerflow_runs.manager import messages
 from deerflow_runs.manager.heartbeat import Heartbeat
 from deerflow_runs.manager.session import WorkerSession
-from deerflow_runs.model import Session, SessionState, WorkerId
+from deerflow_runs.model import CancelAction, Session, SessionState, WorkerId
 from deerflow_runs.observe import Event
+from deerflow_runs.protocol.decision import Actor, Given
+from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import SessionLine
 from deerflow_runs.store.signals import Signal, SignalMode
 from deerflow_runs.testing.clock import ManualClock
 from deerflow_runs.testing.flaky_line import Faults, FlakyLine, Gate, Verb, failing
+from tests.contract.lives import started
 from tests.rules import rule
 
 NAME = "deerflow-runs-heartbeat"
@@ -70,6 +73,12 @@ class Worker:
         """Wait for so many more beats."""
         enough = self.heartbeat.beats + count
         await until(lambda: self.heartbeat.beats >= enough)
+
+    def blocks_the_loop_for(self, *, beats: int) -> None:
+        """Not a turn of the main loop until the thread has sent so many."""
+        enough = self.heartbeat.beats + beats
+        while self.heartbeat.beats < enough:
+            pass
 
     def _line(self) -> SessionLine:
         return FlakyLine(self.store.session_line(), self.faults)
@@ -158,12 +167,39 @@ async def test_messages_arrive_in_the_main_loop(store: SqlRunStore) -> None:
     assert worker.posted_in == {threading.current_thread()}
 
 
+@rule("O10", "O11")
+async def test_what_a_blocked_main_loop_was_told_again_and_again_it_hears_once(store: SqlRunStore) -> None:
+    async with beating(store) as worker:
+        run = await started(store, "run", worker_id=worker.session.worker_id)
+        await store.apply(
+            run.key, RunEvent.REQUEST_CANCEL, Actor(WorkerId("somebody")), Given(action=CancelAction.INTERRUPT)
+        )
+        worker.blocks_the_loop_for(beats=10)
+        await worker.hears(messages.Heard)
+        assert len([one for one in worker.posted if isinstance(one, messages.Heard)]) < 10
+
+
+@rule("F18", "F41")
+async def test_a_store_whose_connections_all_wait_for_a_lock_does_not_stop_the_beats(postgres_dsn: str) -> None:
+    async with store_at(postgres_dsn) as store, beating(store) as worker:
+        run = await started(store, "run", worker_id=worker.session.worker_id)
+        other = await asyncpg.connect(postgres_dsn)
+        async with other.transaction():
+            await other.execute("SELECT 1 FROM dr_runs FOR UPDATE")
+            settle = RunEvent.SETTLE_SUCCESS
+            by = Actor(worker.session.worker_id, epoch=run.epoch)
+            stuck = [asyncio.create_task(store.apply(run.key, settle, by)) for _ in range(20)]
+            await worker.beats(3)
+            assert worker.session.trusted()
+            assert not any(task.done() for task in stuck)
+        await asyncio.gather(*stuck)
+        await other.close()
+
+
 @rule("O10", "O11", "F42")
 async def test_a_blocked_main_loop_does_not_stop_the_beats(store: SqlRunStore) -> None:
     async with beating(store) as worker:
-        enough = worker.heartbeat.beats + 5
-        while worker.heartbeat.beats < enough:
-            time.sleep(0)  # and not a turn of the loop meanwhile
+        worker.blocks_the_loop_for(beats=5)
         assert worker.session.trusted()
 
 

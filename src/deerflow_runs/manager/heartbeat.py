@@ -201,6 +201,7 @@ class _Thread:
         self._pid = os.getpid()
         self._main = main
         self._deliver = deliver
+        self._waiting: set[Message] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="deerflow-runs-heartbeat", daemon=True)
 
@@ -238,7 +239,17 @@ class _Thread:
             self.ended.set_result(None)
 
     def _post(self, message: Message) -> None:
-        self._to_main(lambda: self._deliver(message))
+        """What is said again and again is said once while the main loop has not come to it, however long that takes."""
+        if message in self._waiting:
+            return
+        if isinstance(message, Heard | WorkWanted):
+            self._waiting.add(message)
+        self._to_main(lambda: self._arrive(message))
+
+    def _arrive(self, message: Message) -> None:
+        """Main loop. Forgotten before it is heeded: what happens from here on is worth another one."""
+        self._waiting.discard(message)
+        self._deliver(message)
 
     def _ping(self) -> None:
         self._to_main(lambda: self.call(self.pulse.answered))
