@@ -179,6 +179,17 @@ async def test_what_a_blocked_main_loop_was_told_again_and_again_it_hears_once(s
         assert len([one for one in worker.posted if isinstance(one, messages.Heard)]) < 10
 
 
+@rule("O10", "O19")
+async def test_a_cancel_that_is_not_heeded_is_heard_again(store: SqlRunStore) -> None:
+    async with beating(store) as worker:
+        run = await started(store, "run", worker_id=worker.session.worker_id)
+        somebody, interrupt = Actor(WorkerId("somebody")), Given(action=CancelAction.INTERRUPT)
+        await store.apply(run.key, RunEvent.REQUEST_CANCEL, somebody, interrupt)
+        for _ in range(3):
+            worker.posted.clear()
+            await worker.hears(messages.Heard)
+
+
 @rule("F18", "F41")
 async def test_a_store_whose_connections_all_wait_for_a_lock_does_not_stop_the_beats(postgres_dsn: str) -> None:
     async with store_at(postgres_dsn) as store, beating(store) as worker:
