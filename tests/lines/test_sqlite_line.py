@@ -17,6 +17,7 @@ import pytest
 from deerflow_runs import store_at
 from deerflow_runs.errors import StoreUnavailable
 from deerflow_runs.model import Session, WorkerId
+from deerflow_runs.protocol.decision import Actor, Given
 from deerflow_runs.protocol.judge import Sign
 from deerflow_runs.store.base import RunStore
 from deerflow_runs.store.database import Sqlite
@@ -201,6 +202,16 @@ def written_to(path: Path) -> Iterator[None]:
         connection.execute("ROLLBACK")
 
 
+@contextmanager
+def kept_from_others(path: Path) -> Iterator[None]:
+    """Meanwhile nobody else can even read."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("COMMIT")
+        yield
+
+
 def hasty(path: Path, lock_timeout: float) -> SqlRunStore:
     database = parse_dsn(path)
     assert isinstance(database, Sqlite)
@@ -262,6 +273,27 @@ async def test_own_store_s_commits_are_seen_by_the_line_beside_it(store: RunStor
         assert await line.wait(0) == frozenset()
 
 
+async def test_a_file_that_nobody_else_may_open_is_no_answer_and_leaves_nothing_open(path: Path) -> None:
+    async with hasty(path, 0.02) as store:
+        line = store.session_line()
+    async with hasty(path, 10) as store:
+        patient = store.session_line()
+    with kept_from_others(path):
+        with pytest.raises(StoreUnavailable):
+            await line.connect(ME)
+        connecting = asyncio.create_task(patient.connect(OTHER))
+        await asyncio.sleep(0)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        with pytest.raises(StoreUnavailable):
+            await patient.wait(0)
+    for one, worker_id in ((line, ME), (patient, OTHER)):
+        await one.connect(worker_id)
+        assert holds(one)
+        await one.close()
+
+
 async def test_a_file_that_is_gone_is_no_answer_and_is_not_made_anew(store: RunStore, path: Path) -> None:
     line = store.session_line()
     path.rename(path.with_name("moved"))
@@ -271,3 +303,19 @@ async def test_a_file_that_is_gone_is_no_answer_and_is_not_made_anew(store: RunS
     path.with_name("moved").rename(path)
     await line.connect(ME)
     await line.close()
+
+
+@rule("O33", "O34")
+async def test_a_sweep_that_finds_nothing_is_no_signal(store: RunStore) -> None:
+    """Or every worker that looks for work would send every other one looking."""
+    async with beating(store) as line:
+        await heard_out(line)
+        me, nothing = Actor(ME), Given()
+        await store.claim(me, 10)
+        await store.take_over(me, nothing, 10)
+        await store.force(me, nothing, 10)
+        await store.promote(10)
+        await store.re_home(Actor(ME, previous=OTHER), 10)
+        await store.bury_strangers()
+        await store.signs(await store.sessions())
+        assert await line.wait(0) == frozenset()

@@ -84,7 +84,7 @@ class FileLock:
     async def take(cls, folder: Path, worker_id: WorkerId) -> FileLock | None:
         """Make and lock the session's file; None where that cannot be done."""
         path = folder / file_name(worker_id)
-        for _ in range(TRIES):
+        for _ in range(TRIES if sys.platform != "win32" else 0):
             try:
                 if (descriptor := _open_locked(path)) is not None:
                     return cls(worker_id, path, descriptor)

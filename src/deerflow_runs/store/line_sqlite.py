@@ -133,14 +133,14 @@ class SqliteLine:
         self._disconnect()
         await self._take_lock(worker_id)
         async with _answering():
-            beating = await self._patiently(partial(self._open, query_only=False))
-            try:
+            with contextlib.ExitStack() as half_made:
+                beating = await self._patiently(partial(self._open, query_only=False))
+                half_made.callback(_shut, beating)
                 looking = await self._patiently(partial(self._open, query_only=True))
+                half_made.callback(_shut, looking)
                 link = _Link(Inbox(worker_id), beating, looking, 0)
                 link.seen = await self._patiently(link.version)
-            except BaseException:
-                _shut(beating)
-                raise
+                half_made.pop_all()
         self._link = link
         self._hub.join(link.inbox)
 
