@@ -12,7 +12,7 @@ import pytest
 
 from deerflow_runs import store_at
 from deerflow_runs.errors import StoreUnavailable
-from deerflow_runs.model import CancelAction, Micros, Session
+from deerflow_runs.model import CancelAction, Micros, Session, WorkerId
 from deerflow_runs.protocol.decision import Actor, Given
 from deerflow_runs.protocol.judge import How, Sign, Verdict
 from deerflow_runs.protocol.lifecycle import RunEvent
@@ -80,6 +80,21 @@ async def test_a_beat_is_one_round_trip_however_many_runs_the_session_owns(runs:
         assert proxy.turns - before == 1
         assert len(await line.requests(ME)) == runs
         assert proxy.turns - before == 2
+
+
+@rule("O27", "O33")
+async def test_a_signal_and_a_look_at_all_hints_are_one_round_trip_each(postgres_dsn: str) -> None:
+    async with RoundTripProxy() as proxy, store_at(proxy.dsn(postgres_dsn), connections=1) as store:
+        for number in range(50):
+            await store.open_session(Session(WorkerId(f"host:{number}"), hinted=True))
+        sessions = await store.sessions()
+        costs = []
+        for _ in range(2):  # prepared by the first
+            before = proxy.turns
+            await store.send(Signal.WORK)
+            assert len(await store.signs(sessions)) == 50
+            costs.append(proxy.turns - before)
+        assert costs[1] == 2
 
 
 async def test_a_line_has_one_connection_with_a_name_of_its_own(
