@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Protocol, final
 
+from deerflow_runs.errors import InvalidValue
 from deerflow_runs.manager.lease import RunLease
 from deerflow_runs.manager.outcome import Outcome
 from deerflow_runs.model import Run
@@ -36,19 +37,30 @@ class Drained(Exception):
 class Executor(Protocol):
     """Carries out the runs of one name. One object serves many runs at once.
 
-    ``payload_version`` is stored with every run: a worker of another release is given the version that was written.
+    Derive from it and write ``run``; the rest has a meaning for payloads that are JSON objects and for runs that leave
+    nothing behind. ``payload_version`` is stored with every run: a worker of another release is given the version that
+    was written.
     """
 
-    payload_version: int
+    payload_version: int = 1
 
     def encode(self, payload: Any) -> Mapping[str, Any]:
         """The payload as JSON, before admission. Raises ``InvalidValue`` naming the path of what cannot travel."""
+        if payload is None:
+            return {}
+        if not isinstance(payload, Mapping):
+            raise InvalidValue("input", "must be an object")
+        return payload
 
     def decode(self, stored: Mapping[str, Any], version: int) -> Any:
         """What ``encode`` of that version made of; on whoever claims the run."""
+        if version != self.payload_version:
+            raise InvalidValue("payload_version", f"is {version}, and this worker reads {self.payload_version}")
+        return stored
 
-    async def heads(self, run: Run) -> Mapping[str, str]:
+    async def heads(self, run: Run) -> Mapping[str, str]:  # noqa: ARG002 - for those who write checkpoints
         """The thread's checkpoints before the run's first step: namespace to id. Asked once, before the first start."""
+        return {}
 
     async def run(self, lease: RunLease, payload: Any) -> Outcome | None:
         """Carry it out; None is a plain success. Cancelled when the run is to stop; ``lease.stop_cause`` says why."""
@@ -63,28 +75,14 @@ RestoreFunction = Callable[[RunLease], Awaitable[None]]
 
 
 @final
-class LocalExecutor:
+class LocalExecutor(Executor):
     """A function of this process as the executor of one run. Without ``restore`` there is nothing to put back."""
-
-    payload_version: int = 1
 
     def __init__(self, function: RunFunction, restore: RestoreFunction | None = None) -> None:
         self._function = function
         self._restore = restore
 
-    def encode(self, payload: Any) -> Mapping[str, Any]:
-        """A function takes its input along itself; what is stored is for the record."""
-        return dict(payload) if payload else {}
-
-    def decode(self, stored: Mapping[str, Any], version: int) -> Any:  # noqa: ARG002 - the protocol's signature
-        """Nothing: the function has it."""
-        return None
-
-    async def heads(self, run: Run) -> Mapping[str, str]:  # noqa: ARG002
-        """It writes no checkpoints that this package knows of."""
-        return {}
-
-    async def run(self, lease: RunLease, payload: Any) -> Outcome | None:  # noqa: ARG002
+    async def run(self, lease: RunLease, payload: Any) -> Outcome | None:  # noqa: ARG002 - the function has its input
         """Call it."""
         result = await self._function(lease)
         return result if isinstance(result, Outcome) else None
