@@ -23,7 +23,7 @@ from deerflow_runs.manager import messages
 from deerflow_runs.manager.heartbeat import Heartbeat
 from deerflow_runs.manager.session import WorkerSession
 from deerflow_runs.model import CancelAction, Session, SessionState, WorkerId
-from deerflow_runs.observe import Event
+from deerflow_runs.observe import Event, LoopRecovered, LoopStalled
 from deerflow_runs.protocol.decision import Actor, Given
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import SessionLine
@@ -77,7 +77,11 @@ class Worker:
     def blocks_the_loop_for(self, *, beats: int) -> None:
         """Not a turn of the main loop until the thread has sent so many."""
         enough = self.heartbeat.beats + beats
-        while self.heartbeat.beats < enough:
+        self.blocks_the_loop_until(lambda: self.heartbeat.beats >= enough)
+
+    def blocks_the_loop_until(self, condition: Callable[[], bool]) -> None:
+        """Not a turn of the main loop until this holds."""
+        while not condition():
             pass
 
     def _line(self) -> SessionLine:
@@ -211,6 +215,18 @@ async def test_a_store_whose_connections_all_wait_for_a_lock_does_not_stop_the_b
 async def test_a_blocked_main_loop_does_not_stop_the_beats(store: SqlRunStore) -> None:
     async with beating(store) as worker:
         worker.blocks_the_loop_for(beats=5)
+        assert worker.session.trusted()
+
+
+@rule("O11")
+async def test_a_wedged_main_loop_is_noticed_while_it_is_wedged(
+    store: SqlRunStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with beating(store, max_stall=0.4) as worker:
+        worker.blocks_the_loop_until(lambda: any(isinstance(one, LoopStalled) for one in worker.events))
+        assert "blocks_the_loop_until" in caplog.text, "the stacks say where"
+        await until(lambda: any(isinstance(one, LoopRecovered) for one in worker.events))
+        await worker.beats(1)
         assert worker.session.trusted()
 
 

@@ -181,8 +181,8 @@ async def test_an_end_is_bounded_when_the_store_is_silent() -> None:
     async with Beating().living() as worker:
         worker.faults.always(worker.gate().before, Verb.RENEW, Verb.CONNECT, Verb.CLOSE_SESSION, Verb.CLOSE)
         await worker.until(3)
-        await worker.ends(seconds=8)
-        assert worker.at <= 3 + 8
+        await worker.ends(seconds=4)
+        assert worker.at <= 3 + 4
         assert (await worker.row()).state is SessionState.LIVE, "it will expire"
         assert worker.told(events.SessionClosed) == []
 

@@ -333,7 +333,7 @@ BESIDE: Final = [
         "stacks show the values of locals",
         "O11",
         "{''.join(traceback.format_stack(frame))}",
-        "{''.join(traceback.format_stack(frame))}{frame.f_locals}",
+        "{traceback.StackSummary.extract(traceback.walk_stack(frame), capture_locals=True).format()}",
         HEARING,
     ),
     _in(
