@@ -127,9 +127,9 @@ class Drain:
         closer = self._closers.get(step)
         if closer is not None:
             at = self._now()
-            await self._within(step, closer(self._plan.allowed(step, at)))
+            await self._within(step, lambda: closer(self._plan.allowed(step, at)))
 
-    async def _within(self, step: Step, work: Awaitable[object]) -> None:
+    async def _within(self, step: Step, work: Callable[[], Awaitable[object]]) -> None:
         """Let ``work`` do what it can in the time of ``step``. Its errors are its own: the next step is not skipped."""
         at = self._now()
         task = self._begin_part(work, step.value)
@@ -141,13 +141,14 @@ class Drain:
     async def _runs(self) -> None:
         """Everybody may stop between two steps; then everybody is stopped. Half of the time for that belongs to the
         store, which is then told of all that have not told it themselves: what is not written was in vain (F21)."""
-        early = self._begin_part(self._end_early(), "drain: what waits")
-        gone = self._begin_part(self._all_gone(), "drain: what is held")
-        await self._until(lambda: self._plan.grace_ends, gone, early)
+        early = self._begin_part(self._end_early, "drain: what waits")
+        gone = self._begin_part(self._all_gone, "drain: what is held")
+        at = self._now()
+        await self._until(lambda: max(self._plan.grace_ends, at + LEAST), gone, early)
         stopped_at = self._stop_all()
         await self._until(lambda: (stopped_at + self._plan.deadline_for(Step.RUNS)) / 2, gone, early)
         await self._break_off(early)
-        await self._within(Step.RUNS, self._leave_the_rest())
+        await self._within(Step.RUNS, self._leave_the_rest)
         await self._until(lambda: self._plan.deadline_for(Step.RUNS), gone, self._over(self._granting.lives()))
         await self._abandon()
         await self._break_off(gone)
@@ -156,7 +157,7 @@ class Drain:
         """What only waits here needs no grace. Nobody expects it any more, and whoever did finds its row ended."""
         closer = self._closers.get(Step.RUNS)
         if closer is not None:
-            await self._part(closer(self._plan.allowed(Step.RUNS, self._now())))
+            await self._part(lambda: closer(self._plan.allowed(Step.RUNS, self._now())))
         await self._say_so()
         await self._each_batch(self._ground.store.end_waiting)
         self._expect_nothing()
@@ -281,17 +282,17 @@ class Drain:
             await self._ground.clock.sleep(pause)
             pause = min(LAST_PAUSE, 2 * pause)
 
-    def _begin_part(self, work: Awaitable[object], name: str) -> asyncio.Task[None]:
+    def _begin_part(self, work: Callable[[], Awaitable[object]], name: str) -> asyncio.Task[None]:
         return asyncio.create_task(self._part(work), name=name)
 
-    async def _part(self, work: Awaitable[object]) -> None:
+    async def _part(self, work: Callable[[], Awaitable[object]]) -> None:
         try:
-            await work
+            await work()
         except Exception as error:  # noqa: BLE001 - what cannot be closed must not keep the next from being closed
             self._error = error_code(error)
 
     def _over(self, tasks: Iterable[asyncio.Task[None]]) -> asyncio.Task[None]:
-        return self._begin_part(_all_done(tasks), "drain: lives")
+        return self._begin_part(lambda: _all_done(tasks), "drain: lives")
 
     async def _break_off(self, task: asyncio.Task[None]) -> None:
         if not task.done():

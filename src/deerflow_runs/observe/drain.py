@@ -28,6 +28,7 @@ class DrainStepEnded(Event):
     step: Annotated[Step, About("the step")]
     seconds: Annotated[float, About("how long it took", "seconds")]
     runs: Annotated[int, About("runs that this worker still held after it", "count")]
+    error: Annotated[str | None, About("what last went wrong in it: an error's type and code")] = None
 
 
 @final
