@@ -161,6 +161,16 @@ async def test_a_session_that_ends_is_dead_and_proven() -> None:
         assert worker.faults.asked[-1] is Verb.CLOSE
 
 
+@rule("O35", "I11")
+async def test_trust_is_over_before_the_store_is_asked_to_close_the_session() -> None:
+    async with Beating().living() as worker:
+        worker.faults.once(Verb.CLOSE_SESSION, worker.gate().before)
+        worker.pulse.stop(8)
+        await worker.settles()
+        assert (await worker.row()).state is SessionState.LIVE
+        assert not worker.session.trusted()
+
+
 @rule("O35")
 async def test_the_beat_in_flight_is_waited_for_at_the_end() -> None:
     async with Beating().living() as worker:

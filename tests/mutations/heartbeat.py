@@ -277,6 +277,13 @@ CONNECTION: Final = [
         HEARING,
     ),
     lifeline(
+        "a session that is being closed is still trusted",
+        "I11",
+        "        self._session.closing()\n",
+        "",
+        SESSIONS,
+    ),
+    lifeline(
         "the session of a failed start lives on",
         "O8",
         "        if self._opening is not None and self._opening.asked_at is not None:\n",

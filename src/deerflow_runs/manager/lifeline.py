@@ -128,6 +128,7 @@ class Lifeline:
     async def close(self, seconds: float) -> None:
         """O35: a session that leaves says so, and nobody waits for its expiry. If the store is away, expiry does it.
         Each step takes ``seconds`` at most."""
+        self._session.closing()
         try:
             for worker_id in self._rows():
                 if not self.connected:

@@ -139,6 +139,11 @@ class WorkerSession:
         at = self.now()
         self._change(lambda now: replace(now, trust=now.trust.not_live(at), judge=now.judge.beat_failed()))
 
+    def closing(self) -> None:
+        """The session is about to be closed: nothing may start on its behalf any more, whether that succeeds or not."""
+        at = self.now()
+        self._change(lambda now: replace(now, trust=now.trust.not_live(at)))
+
     # --- Changed by others --------------------------------------------------------------------------------------------
 
     def judge_looked(self, look: Look) -> tuple[Verdict, ...]:
