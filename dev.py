@@ -24,6 +24,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
 STAMP = VENV / ".deerflow-runs-stamp"
 OLDEST = (3, 11)
+PAGE_WRITERS = ("deerflow_runs.docs", "bench.page")
 
 
 # --- Verbs ----------------------------------------------------------------------------------------------------------
@@ -62,7 +63,12 @@ def mutants(arguments: Sequence[str]) -> int:
 
 def docs(arguments: Sequence[str]) -> int:
     """write the generated pages of docs/ anew"""
-    return run(PYTHON, "-m", "deerflow_runs.docs", *arguments)
+    return max(run(PYTHON, "-m", module, *arguments) for module in PAGE_WRITERS)
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """measure what docs/performance.md says; --quick takes about four minutes, names of figures less"""
+    return run(PYTHON, "-m", "bench", *arguments)
 
 
 def env(_: Sequence[str]) -> int:
@@ -71,8 +77,8 @@ def env(_: Sequence[str]) -> int:
     return 0
 
 
-VERBS: tuple[Callable[[Sequence[str]], int], ...] = (demo, test, lint, spec, mutants, docs, env)
-PASS_ARGUMENTS_ON = (demo, test, spec, mutants, docs)
+VERBS: tuple[Callable[[Sequence[str]], int], ...] = (demo, test, lint, spec, mutants, bench, docs, env)
+PASS_ARGUMENTS_ON = (demo, test, spec, mutants, bench, docs)
 
 
 def main(words: Sequence[str]) -> int:
@@ -97,8 +103,9 @@ def checks() -> Iterator[tuple[str, Sequence[str | Path]]]:
     yield "import contracts", [BIN / "lint-imports", "--no-logo"]
     yield "dependencies", [BIN / "deptry", "--no-ansi", "src"]
     if (ROOT / "src" / "deerflow_runs" / "docs").exists():
-        yield "generated pages", [PYTHON, "-m", "deerflow_runs.docs", "--check"]
-    yield "mypy", [BIN / "mypy", "--strict", "src", "tests", "dev.py"]
+        for module in PAGE_WRITERS:
+            yield f"pages of {module}", [PYTHON, "-m", module, "--check"]
+    yield "mypy", [BIN / "mypy", "--strict", "src", "tests", "bench", "dev.py"]
 
 
 def passes(name: str, command: Sequence[str | Path]) -> bool:

@@ -30,7 +30,12 @@ CHECKOUT: Final = Path(__file__).resolve().parents[3]
 DIFFERENCES_SHOWN: Final = 30
 
 
-def main(words: Sequence[str], *, docs: Path = CHECKOUT / "docs") -> int:
+def main(
+    words: Sequence[str],
+    *,
+    docs: Path = CHECKOUT / "docs",
+    pages: Mapping[str, Callable[[], str]] = PAGES,
+) -> int:
     """Write the pages, or with ``--check`` compare them; 1 if a page is stale, 2 outside a checkout."""
     parser = argparse.ArgumentParser(prog="deerflow_runs.docs", description=inspect.getdoc(main))
     parser.add_argument("--check", action="store_true", help="change nothing, and fail if a page is stale")
@@ -38,7 +43,7 @@ def main(words: Sequence[str], *, docs: Path = CHECKOUT / "docs") -> int:
     if not (docs.parent / "pyproject.toml").exists():
         print(f"{docs.parent} is not a checkout of deerflow-runs: there are no pages to write", file=sys.stderr)
         return 2
-    stale = {docs / name: text for name, page in PAGES.items() if (text := page()) != _text_of(docs / name)}
+    stale = {docs / name: text for name, page in pages.items() if (text := page()) != _text_of(docs / name)}
     return _complain(stale) if check else _write(stale)
 
 
