@@ -28,6 +28,7 @@ from deerflow_runs.model import (
     OperationKind,
     Run,
     RunId,
+    RunKey,
     Strategy,
     ThreadId,
     micros,
@@ -91,7 +92,7 @@ class Admitting:
         *,
         hooks: Mapping[str, Any],
         spawn: Spawn,
-        withdraw: Callable[[Run], Awaitable[None]],
+        withdraw: Callable[[RunKey], Awaitable[None]],
     ) -> None:
         self._ground = ground
         self._granting = granting
@@ -177,7 +178,7 @@ class Admitting:
         match answer:
             case Admitted(run, incumbent, ended):
                 run = _with_input(run, newcomer)
-                self._take_in(run, executor, expect=expect)
+                self._take_in(newcomer, run, executor, expect=expect)
                 names = self._names(run)
                 self._ground.observe(RunAdmitted(**names, status=run.status, strategy=newcomer.strategy))
                 await self._displaced(incumbent, ended)
@@ -187,7 +188,7 @@ class Admitting:
             case Reuse(run, by_key):
                 run = _with_input(run, newcomer)
                 if not by_key and not run.terminal:  # our own lost reply: nobody else carries it out
-                    self._take_in(run, executor, expect=expect)
+                    self._take_in(newcomer, run, executor, expect=expect)
                 else:
                     self._ground.observe(RunReused(**self._names(run)))
                 return AdmittedRun(run, reused=by_key)
@@ -196,9 +197,10 @@ class Admitting:
             case _:
                 assert_never(answer)
 
-    def _take_in(self, run: Run, executor: Executor | None, *, expect: bool) -> None:
-        """A run that is ours begins; a local one that waits is expected here and nowhere else."""
-        mine = run.owner_worker_id == self._ground.worker_id
+    def _take_in(self, newcomer: Newcomer, run: Run, executor: Executor | None, *, expect: bool) -> None:
+        """A run that is ours begins; a local one that waits is expected here and nowhere else. Ours is also what was
+        asked for under a session that was lost meanwhile: it is taken back like everything that is held (O13)."""
+        mine = run.owner_worker_id == newcomer.worker_id
         if mine and self._ground.registry.get(run.run_id) is None:
             self._granting.take_up(run, executor)
         elif not mine and expect and not run.terminal:
@@ -311,7 +313,7 @@ class Admitting:
         """O6: nobody will come for it. A reused run is somebody else's and goes on."""
         admitted = await task
         if not admitted.reused:
-            await self._withdraw_run(admitted.run)
+            await self._withdraw_run(admitted.key)
 
     def _names(self, run: Run) -> dict[str, Any]:
         return {"worker_id": self._ground.worker_id, "run_id": run.run_id, "thread_id": run.thread_id}

@@ -6,18 +6,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
 from contextvars import Token as ContextToken
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 from deerflow_runs.errors import RunCancelled, StillWaiting, UsageError
 from deerflow_runs.manager.admitting import Spawn
 from deerflow_runs.manager.answers import Ended, Start, Started, Waiting
-from deerflow_runs.manager.granting import Granting
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import OwnershipLost, RunLease, enter, leave
 from deerflow_runs.manager.life import BodyEnd, Failed, Finished, Life, Stopped, body_end
-from deerflow_runs.manager.registry import Held, Phase
+from deerflow_runs.manager.registry import Expected, Held, Phase
 from deerflow_runs.model import EVERYONE, Run, RunKey
 
 
@@ -25,10 +26,10 @@ from deerflow_runs.model import EVERYONE, Run, RunKey
 class Attaching:
     """Hands granted runs to callers. Belongs to the main loop."""
 
-    def __init__(self, ground: Ground, granting: Granting, spawn: Spawn) -> None:
+    def __init__(self, ground: Ground, spawn: Spawn, withdraw: Callable[[RunKey], Coroutine[Any, Any, None]]) -> None:
         self._ground = ground
-        self._granting = granting
         self._spawn = spawn
+        self._withdraw = withdraw
         self._attached: dict[Held, Life] = {}
 
     async def try_start(self, key: RunKey, timeout: float | None) -> Start:
@@ -38,14 +39,22 @@ class Attaching:
             expected = self._ground.registry.expected(key.run_id)
             if expected is None:
                 return await self._not_here(key)
-            self._ground.work.set()
-            done, _ = await asyncio.wait({expected.granted}, timeout=timeout)
-            if not done:
+            if not await self._granted(expected, timeout):
                 return Waiting(key)
             if expected.granted.cancelled():
                 return Ended(await self._row(key))
             held = expected.granted.result()
         return await self._start(held)
+
+    async def _granted(self, expected: Expected, timeout: float | None) -> bool:
+        """Whether its turn, or its end, came in time. A caller that is gone meanwhile takes its run along (O6)."""
+        self._ground.work.set()
+        try:
+            done, _ = await asyncio.wait({expected.granted}, timeout=timeout)
+        except asyncio.CancelledError:
+            _ = self._spawn(self._withdraw(expected.key), "withdrawal")
+            raise
+        return bool(done)
 
     async def _start(self, held: Held) -> Start:
         if held.phase is not Phase.UNATTACHED:
@@ -53,7 +62,12 @@ class Attaching:
         life = Life(self._ground, held)
         held.phase = Phase.STARTING
         begun = self._spawn(self._begin(held, life), f"start of {held.run.run_id}")
-        if await asyncio.shield(begun):
+        try:
+            started = await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            _ = self._spawn(self._end_begun(held, begun), f"end of {held.run.run_id}")
+            raise
+        if started:
             return Started(held.lease)
         return Ended(held.ended or await self._row(held.key))
 
@@ -68,6 +82,11 @@ class Attaching:
             self._attached[held] = life
             life.abandoned.add_done_callback(lambda left: self._left_behind(held, life, left))
         return begun
+
+    async def _end_begun(self, held: Held, begun: asyncio.Task[bool]) -> None:
+        """The caller is gone while its run was being started: it has no body (O6)."""
+        if await begun and (life := self._attached.pop(held, None)) is not None:
+            await self._finish(life, Stopped(None))
 
     def _left_behind(self, held: Held, life: Life, end: asyncio.Future[Stopped]) -> None:
         """The caller's task swallows its cancellation: the run ends without it (O4)."""
@@ -103,6 +122,8 @@ class Attaching:
     async def finish(self, key: RunKey, end: BodyEnd) -> Run | None:
         """Write the end of a run that a caller carried out. Seen through whatever becomes of the caller; None: it was
         not this holder's to end."""
+        if self._ground.registry.get(key.run_id) is None:
+            return None
         held, life = self.life_of(key)
         del self._attached[held]
         await asyncio.shield(self._spawn(self._finish(life, end), f"end of {key.run_id}"))
@@ -136,7 +157,8 @@ class Execution:
         self._timeout = timeout
         self._lease: RunLease | None = None
         self._context: ContextToken[RunLease | None] | None = None
-        self._task: asyncio.Task[object] | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelling = 0
 
     async def __aenter__(self) -> RunLease:
         started = await self._attaching.try_start(self._key, self._timeout)
@@ -152,7 +174,7 @@ class Execution:
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         _, life = self._attaching.life_of(self._key)
-        self._lease, self._task = lease, task
+        self._lease, self._task, self._cancelling = lease, task, task.cancelling()
         self._context = enter(lease)
         life.bind(task)
         return lease
@@ -165,12 +187,11 @@ class Execution:
         assert task is not None
         if self._context is not None:
             leave(self._context)
-        lease.unbind()
         end = body_end(lease, lease.outcome, error)
-        for _ in range(lease.cancellations):
-            task.uncancel()
+        await take_back_cancellations(lease, task, error)
         run = await self._attaching.finish(self._key, end) if self._attaching.carries(lease) else None
-        self._raise(lease, end, error, run)
+        if task.cancelling() == self._cancelling:  # otherwise somebody else cancels it, and is heard first
+            self._raise(lease, end, error, run)
         return False
 
     def _raise(self, lease: RunLease, end: BodyEnd, error: BaseException | None, run: Run | None) -> None:
@@ -188,3 +209,15 @@ class Execution:
     def _cancelled(self, run: Run | None) -> RunCancelled:
         reason = run.stop_reason if run is not None else None
         return RunCancelled(run_id=self._key.run_id, thread_id=self._key.thread_id, stop_reason=reason)
+
+
+async def take_back_cancellations(lease: RunLease, task: asyncio.Task[Any], error: BaseException | None) -> None:
+    """Leave the block of ``lease`` in ``task``, the current one, which ``error`` is leaving: the lease cancels it no
+    more, and what it did is undone. A cancellation that the block never noticed is taken here."""
+    lease.unbind()
+    cancelled = lease.cancellations
+    for _ in range(cancelled):
+        task.uncancel()
+    if cancelled and not isinstance(error, asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)

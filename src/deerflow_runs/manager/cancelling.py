@@ -155,14 +155,14 @@ class Cancelling:
 
     # --- Nobody wants it --------------------------------------------------------------------------------------------
 
-    async def withdraw(self, run: Run) -> None:
+    async def withdraw(self, key: RunKey) -> None:
         """End a run whose caller is gone before it came for it (O6)."""
-        held = self._ground.registry.get(run.run_id)
+        held = self._ground.registry.get(key.run_id)
         if held is not None:
             await self._attaching.end_unattached(held, Stopped(None))
         else:
-            self._ground.registry.give_up(run.run_id)
-            await self._cancel_stored(run.key, CancelAction.INTERRUPT, EVERYONE)
+            self._ground.registry.give_up(key.run_id)
+            await self._cancel_stored(key, CancelAction.INTERRUPT, EVERYONE)
 
 
 def _refused(refused: Refused) -> CancelResult:

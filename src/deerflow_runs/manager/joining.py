@@ -37,6 +37,8 @@ class Joining:
             held = self._ground.registry.get(key.run_id)
             if held is not None and held.key == key and visible(held.run, scope):
                 await held.over.wait()
+                if held.ended is not None:
+                    return held.ended
             try:
                 run = await self._ground.store.get(key, scope=scope)
             except StoreUnavailable:

@@ -235,9 +235,9 @@ class RunLease:
         return self.trusted()
 
     async def until_trusted(self) -> bool:
-        """Wait until the run is trusted; False: it is fenced. For whoever ends it: a stop does not matter there."""
+        """Wait until the run is trusted; False: it is fenced or over. For whoever ends it: a stop does not matter."""
         while not self.trusted():
-            if self.fenced:
+            if self.fenced or self._closed:
                 return False
             await self._turn()
         return True

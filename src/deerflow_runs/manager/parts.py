@@ -29,7 +29,7 @@ from deerflow_runs.manager.registry import Phase, Registry
 from deerflow_runs.manager.reporting import Reporting
 from deerflow_runs.manager.session import WorkerSession
 from deerflow_runs.manager.tasks import Tasks
-from deerflow_runs.model import Run
+from deerflow_runs.model import RunKey
 from deerflow_runs.observe import Event
 from deerflow_runs.protocol.drain import Step
 from deerflow_runs.store.sql import SqlRunStore
@@ -71,7 +71,7 @@ class Parts:
         )
         ground = self.ground
         self.granting: Final = Granting(ground, setup.executors)
-        self.attaching: Final = Attaching(ground, self.granting, spawn)
+        self.attaching: Final = Attaching(ground, spawn, self._withdraw)
         self.joining: Final = Joining(ground)
         self.reading: Final = Reading(ground)
         self.reporting: Final = Reporting(ground)
@@ -91,8 +91,8 @@ class Parts:
             setup.session, setup.store.session_line, setup.config, setup.clock, self.listening.hear, setup.observe
         )
 
-    async def _withdraw(self, run: Run) -> None:
-        await self.cancelling.withdraw(run)
+    async def _withdraw(self, key: RunKey) -> None:
+        await self.cancelling.withdraw(key)
 
     def begin(self) -> None:
         """Start what goes on by itself."""

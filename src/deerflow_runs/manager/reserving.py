@@ -11,6 +11,7 @@ from typing import Any, final
 
 from deerflow_runs.errors import ReservationLost, StoreUnavailable, UsageError
 from deerflow_runs.manager.admitting import Admitting, Spawn
+from deerflow_runs.manager.attaching import take_back_cancellations
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import RunLease
 from deerflow_runs.manager.life import pause_after
@@ -72,11 +73,9 @@ class Reservation:
         assert held is not None
         assert task is not None
         lease = held.lease
-        lease.unbind()
         held.phase = Phase.SETTLING
-        for _ in range(lease.cancellations):
-            task.uncancel()
         lost = lease.fenced
+        await take_back_cancellations(lease, task, error)
         await asyncio.shield(self._spawn(self._release(held), f"release of {held.run.run_id}"))
         if lost and (error is None or isinstance(error, asyncio.CancelledError)):
             self._ground.observe(LostReservation(**self._names(held), kind=self._kind))
