@@ -141,7 +141,13 @@ THREAD_ROW: Final[Mapping[str, Any]] = {
     "created_at": PAST,
     "updated_at": PAST,
 }
-RECEIPT_ROW: Final[Mapping[str, Any]] = {"kind": "receipt", "payload": {}, "attempts": 0, "not_before": PAST}
+RECEIPT_ROW: Final[Mapping[str, Any]] = {
+    "kind": "receipt",
+    "payload": {},
+    "attempts": 0,
+    "not_before": PAST,
+    "delivered_at": PAST,
+}
 EVERYTHING: Final = (workers, runs, base_writes, threads, events, outbox, fence)
 
 KEPT: Final = tuple(
