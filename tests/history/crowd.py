@@ -8,25 +8,37 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from deerflow_runs import SqlRunStore, store_at
-from deerflow_runs.model import CancelAction, Micros, OnOrphan, Run, RunId, Session, Strategy, ThreadId, WorkerId
+from deerflow_runs.model import (
+    CancelAction,
+    Micros,
+    OnOrphan,
+    Run,
+    RunId,
+    RunStatus,
+    Session,
+    Strategy,
+    ThreadId,
+    WorkerId,
+)
 from deerflow_runs.protocol.admission import Newcomer
 from deerflow_runs.protocol.decision import Actor, Applied, Decision, Given
-from deerflow_runs.protocol.lifecycle import RunEvent
+from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 from deerflow_runs.store.base import Admitted
 from deerflow_runs.testing import grant_of, write_step
 
-NOW: Final = Given(cancel_grace=Micros(0), backoff=Micros(0), restored=True)
-THREADS: Final = tuple(map(ThreadId, "abc"))
+NOW: Final = Given(cancel_grace=Micros(0), backoff=Micros(0), restored=True, checkpoint="one")
+PATIENT: Final = Given(backoff=Micros(0))
+THREADS: Final = tuple(map(ThreadId, "abcde"))
 SOMETIMES_LATER: Final = tuple(map(Micros, (0, 0, 0, 5000)))
+STRATEGIES: Final = (Strategy.REJECT, *[Strategy.ENQUEUE] * 20, Strategy.INTERRUPT, Strategy.ROLLBACK)
 BY_ITS_HOLDER: Final = (
-    RunEvent.START,
-    RunEvent.START,
     RunEvent.PROGRESS,
     RunEvent.SETTLE_SUCCESS,
     RunEvent.SETTLE_ERROR,
     RunEvent.SETTLE_CANCELLED,
     RunEvent.GIVE_BACK_RESUME,
 )
+GONE: Final = frozenset({Refusal.LOST, Refusal.TERMINAL, Refusal.UNKNOWN})
 
 
 async def crowd(dsn: str, *, workers: int, moves: int) -> None:
@@ -55,14 +67,14 @@ class Member:
         self._me = WorkerId("")
         self._held: dict[RunId, Run] = {}
         self._does: dict[Callable[[], Awaitable[object]], int] = {
-            self._asks: 30,
-            self._claims: 10,
-            self._sweeps: 10,
-            self._seizes: 5,
-            self._dies: 3,
-            self._cancels: 5,
-            self._goes_on: 20,
-            self._writes: 15,
+            self._asks: 20,
+            self._claims: 15,
+            self._sweeps: 15,
+            self._seizes: 8,
+            self._dies: 2,
+            self._cancels: 2,
+            self._goes_on: 40,
+            self._writes: 20,
         }
 
     async def opens(self) -> None:
@@ -80,13 +92,13 @@ class Member:
             run_id=RunId(f"{self._number}/{self._next()}"),
             thread_id=self._chance.choice(THREADS),
             worker_id=self._me,
-            strategy=self._chance.choice(list(Strategy)),
+            strategy=self._chance.choice(STRATEGIES),
             take=self._chance.random() < 0.6,
             on_orphan=self._chance.choice(list(OnOrphan)),
             delay=self._chance.choice(SOMETIMES_LATER),
             max_queued=3,
         )
-        answer = await self._store.admit(newcomer, NOW)
+        answer = await self._store.admit(newcomer, PATIENT)
         if isinstance(answer, Admitted):
             self._learns(answer.run)
 
@@ -95,12 +107,12 @@ class Member:
             self._learns(run)
 
     async def _sweeps(self) -> None:
-        by = Actor(self._me)
+        by, given = Actor(self._me), self._chance.choice((PATIENT, PATIENT, NOW))
         await self._chance.choice(
             (
                 lambda: self._store.promote(5),
-                lambda: self._store.take_over(by, NOW, 5),
-                lambda: self._store.force(by, NOW, 5),
+                lambda: self._store.take_over(by, given, 5),
+                lambda: self._store.force(by, given, 5),
                 lambda: self._store.hand_over(by, 5),
             )
         )()
@@ -127,8 +139,10 @@ class Member:
 
     async def _goes_on(self) -> None:
         for run in self._one_of_mine():
-            event = self._chance.choice(BY_ITS_HOLDER)
-            self._hears(run, await self._store.apply(run.key, event, Actor(self._me, run.epoch), NOW))
+            waits = run.status is RunStatus.PENDING and self._chance.random() < 0.7
+            event = RunEvent.START if waits else self._chance.choice(BY_ITS_HOLDER)
+            given = self._chance.choice((PATIENT, NOW))
+            self._hears(run, await self._store.apply(run.key, event, Actor(self._me, run.epoch), given))
 
     async def _writes(self) -> None:
         for run in self._one_of_mine():
@@ -141,13 +155,14 @@ class Member:
     def _hears(self, run: Run, decision: Decision) -> None:
         if isinstance(decision, Applied):
             self._learns(decision.run)
+        elif decision.reason in GONE and self._chance.random() < 0.7:  # or it tries once more, late as it is
+            self._held.pop(run.run_id, None)
 
     def _learns(self, run: Run) -> None:
-        """Who once held a run goes on to try, late as it may be; only of an end does it hear."""
-        if run.terminal:
-            self._held.pop(run.run_id, None)
-        elif run.owner_worker_id == self._me:
+        if run.owner_worker_id == self._me and not run.terminal:
             self._held[run.run_id] = run
+        elif run.terminal:
+            self._held.pop(run.run_id, None)
 
     def _next(self) -> int:
         self._counted += 1

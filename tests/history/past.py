@@ -103,7 +103,7 @@ class Past:
             with self.together():
                 self.ends(name, status, **changes)
             return
-        self.becomes(name, status=status, **changes)
+        self.becomes(name, **{"status": status, "settled_by": self._runs[name].owner_worker_id} | changes)
         self.files(name)
 
     def files(self, name: str = "run") -> None:

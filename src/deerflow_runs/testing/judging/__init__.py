@@ -7,7 +7,7 @@ from typing import Final
 
 from deerflow_runs.testing.invariants import GRANTS, Expected, Report, Violation
 from deerflow_runs.testing.judging.base import Judge, World, fault
-from deerflow_runs.testing.judging.recovery import Attempts, Drains
+from deerflow_runs.testing.judging.recovery import Attempts, Drains, Takings
 from deerflow_runs.testing.judging.runs import Admissions, Cancels, Ends, Epochs
 from deerflow_runs.testing.judging.sessions import Deaths
 from deerflow_runs.testing.judging.steps import Steps, Trust, Writes
@@ -27,6 +27,7 @@ JUDGES: Final[Sequence[type[Judge]]] = (
     Trust,
     Admissions,
     Drains,
+    Takings,
     Limits,
     Steps,
 )

@@ -1,7 +1,7 @@
-"""Judges how often a run is taken up again: I9 (no more than its attempts allow) and I18 (a drain takes none).
+"""Judges how a run comes from one worker to another: I9 (how often), I18 (in a drain), I10 (not from the living).
 
-Order needed: that of one row; for I18, and for an owner's death in I9, that of its session's row too, whose change is
-committed before anybody acts upon it.
+Order needed: that of one row, and for what is asked of its owner that of the session's row, whose change is committed
+before anybody acts upon it.
 """
 
 from __future__ import annotations
@@ -63,6 +63,24 @@ class Drains(Judge):
         draining = _state(self.world, change.owner_before) is SessionState.DRAINING
         if draining and change.after.attempt > change.before.attempt:
             yield fault("I18", change.after, f"lost an attempt in the drain of {change.owner_before}", change)
+
+
+@final
+class Takings(Judge):
+    """I10, seen from the run: nobody takes over, or ends, what a session holds that is not dead, unless a cancel allows
+    it. Judged whatever the test says of its sessions. Who made a run vacant no row tells."""
+
+    def saw(self, change: Change) -> Iterator[Violation]:
+        """Judge what passes from one owner to another, or ends by another's hand."""
+        if not isinstance(change, RunChanged) or change.before is None or change.after is None:
+            return
+        before, after, owner = change.before, change.after, change.owner_before
+        if owner is None or before.cancel_action is not None or _state(self.world, owner) in (None, SessionState.DEAD):
+            return
+        if after.active and after.owner_worker_id not in (None, owner):
+            yield fault("I10", after, f"was taken from {owner}, which was not dead", change)
+        elif after.terminal and after.settled_by != owner:
+            yield fault("I10", after, f"was ended by {after.settled_by} while {owner} was not dead", change)
 
 
 def _state(world: World, worker_id: WorkerId | None) -> SessionState | None:

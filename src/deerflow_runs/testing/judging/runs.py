@@ -58,6 +58,8 @@ def _epoch_between(change: RunChanged, before: Run, after: Run) -> Iterator[Viol
         yield fault("I4", after, f"jumped from epoch {before.epoch} to {after.epoch}", change)
     elif after.epoch == before.epoch and after.owner_worker_id != before.owner_worker_id:
         yield fault("I4", after, f"changed hands within epoch {after.epoch}", change)
+    elif after.epoch == before.epoch and before.status is RunStatus.RUNNING and after.status is RunStatus.PENDING:
+        yield fault("I4", after, f"stopped running within epoch {after.epoch}", change)
 
 
 @final

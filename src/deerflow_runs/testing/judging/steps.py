@@ -32,6 +32,8 @@ class Writes(Judge):
         elif isinstance(change, RunChanged) and change.before is not None and change.after is not None:
             yield from _progress(change, change.before, change.after)
             yield from self._turn(change, change.before, change.after)
+            if change.started and change.after.turn is None:
+                yield fault("I3", change.after, "runs without a turn", change)
 
     def _in_order(self, step: StepWritten, run: Run | None) -> Iterator[Violation]:
         turn = run.turn if step.turn is None and run is not None else step.turn
