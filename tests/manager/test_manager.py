@@ -82,7 +82,8 @@ class Steps:
 @pytest.fixture
 async def manager(store: SqlRunStore) -> AsyncIterator[RunManager]:
     """One worker with the executor ``steps``."""
-    async with RunManager(store, executors={"steps": Steps()}, config=RunsConfig.for_tests()) as running:
+    config = RunsConfig.for_tests(attach_deadline="60 s")  # a busy machine comes late for its own runs
+    async with RunManager(store, executors={"steps": Steps()}, config=config) as running:
         yield running
 
 
@@ -613,3 +614,17 @@ async def test_a_cancel_that_the_block_never_notices_does_not_leak_into_its_task
     ended = await manager.get(run)
     assert ended is not None
     assert ended.status is RunStatus.SUCCESS  # no row ever said that it was cancelled
+
+
+@rule("O28")
+async def test_the_hook_of_any_worker_is_told_of_an_end(store: SqlRunStore) -> None:
+    told: asyncio.Queue[Run] = asyncio.Queue()
+    async with RunManager(store, config=RunsConfig.for_tests(), on_settled=told.put) as manager:
+
+        async def work(lease: RunLease) -> Outcome:
+            return Outcome(usage=Usage(last_ai_message="hello"))
+
+        handle = await manager.submit("thread", work)
+        run = await asyncio.wait_for(told.get(), 30)
+    assert (run.run_id, run.status, run.usage.last_ai_message) == (handle.run_id, RunStatus.SUCCESS, "hello")
+    assert await store.outbox.pending() == {}

@@ -14,6 +14,7 @@ from deerflow_runs.manager.admitting import Admitting
 from deerflow_runs.manager.answers import Stats
 from deerflow_runs.manager.attaching import Attaching
 from deerflow_runs.manager.cancelling import Cancelling
+from deerflow_runs.manager.deliveries import Deliveries
 from deerflow_runs.manager.drain import Drain
 from deerflow_runs.manager.erasing import Erasing
 from deerflow_runs.manager.executor import Executor
@@ -66,10 +67,12 @@ class Parts:
             registry=Registry(setup.config.max_concurrent_runs),
             config=setup.config,
             clock=setup.clock,
-            observe=setup.observe,
+            observe=self._observed,
             capabilities=setup.capabilities,
         )
         ground = self.ground
+        self._tell = setup.observe
+        self.deliveries: Final = Deliveries(ground, setup.hooks)
         self.granting: Final = Granting(ground, setup.executors)
         self.attaching: Final = Attaching(ground, spawn, self._withdraw)
         self.joining: Final = Joining(ground)
@@ -88,7 +91,7 @@ class Parts:
             {Step.RUNS: self._stop_claiming, Step.EVENT_LOG: self._stop_delivering, Step.SESSION: self._close_session},
         )
         self.heartbeat: Final = Heartbeat(
-            setup.session, setup.store.session_line, setup.config, setup.clock, self.listening.hear, setup.observe
+            setup.session, setup.store.session_line, setup.config, setup.clock, self.listening.hear, self._observed
         )
 
     async def _withdraw(self, key: RunKey) -> None:
@@ -97,6 +100,12 @@ class Parts:
     def begin(self) -> None:
         """Start what goes on by itself."""
         self._claiming = self.tasks.spawn(self.reconciler.run(), "reconciler")
+        self._delivering = self.tasks.spawn(self.deliveries.run(), "deliveries")
+
+    def _observed(self, event: Event) -> None:
+        """Told in the heartbeat's thread as well, which never tells of an end."""
+        self._tell(event)
+        self.deliveries.observe(event)
 
     async def leave(self, budget: float) -> None:
         """Everything in the order of a drain (O35). Returns when it is over; see ``Drain.carry_out``."""
@@ -109,7 +118,8 @@ class Parts:
     async def _stop_claiming(self, _: float) -> None:
         await _stopped(self._claiming)
 
-    async def _stop_delivering(self, _: float) -> None:
+    async def _stop_delivering(self, seconds: float) -> None:
+        await self.deliveries.close(seconds)
         await _stopped(self._delivering)
         await self.tasks.finished()
 
