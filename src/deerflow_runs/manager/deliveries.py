@@ -75,7 +75,7 @@ class Deliveries:
         self._unit = unit
         self._woken = asyncio.Event()
         self._under_way: set[asyncio.Task[None]] = set()
-        self._closing = False
+        self._closing = asyncio.Event()
 
     # --- From begin to end ------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Deliveries:
         """For ever, until ``close``; without hooks there is nothing to do. Cancelled, it leaves what is under way to
         ``close``."""
         failures = 0
-        while self._hooks and not self._closing:
+        while self._hooks and not self._closing.is_set():
             self._woken.clear()
             free = AT_ONCE - len(self._under_way)
             try:
@@ -93,7 +93,7 @@ class Deliveries:
                 taken, failures = (), failures + 1
                 logger.warning("no deliveries could be taken: %s", error_code(error))
             for delivery in taken:
-                await (self._postpone(delivery, 0.0) if self._closing else self._begin(delivery))
+                await (self._postpone(delivery, 0.0) if self._closing.is_set() else self._begin(delivery))
             if failures or len(taken) < free or free == 0:
                 await self._pause(failures)
 
@@ -119,7 +119,7 @@ class Deliveries:
     async def close(self, seconds: float) -> None:
         """Take nothing more, and let what is under way finish within so many seconds. What is broken off is due again
         at once, for another worker or the next start."""
-        self._closing = True
+        self._closing.set()
         self.wake()
         if self._under_way:
             all_done = asyncio.create_task(_all_done(self._under_way))
