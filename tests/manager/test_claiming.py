@@ -18,6 +18,8 @@ from deerflow_runs.store.units import Units
 from tests.manager.workers import AGENT, NEEDS_AGENT, Worker, store_without_hints, thread_of, without_runs
 from tests.rules import rule
 
+pytestmark = pytest.mark.timeout(30)
+
 NEIGHBOUR = WorkerId("host:neighbour")
 AT_ONCE: dict[str, Any] = {"resumes_per_second": 1000.0}
 """What has been begun elsewhere is resumed without delay."""
@@ -90,6 +92,7 @@ async def test_one_sweep_precedes_the_first_claim(store: SqlRunStore) -> None:
     worker = Worker(store, **AT_ONCE)
     await worker.opens()
     await vacant(worker, "r")
+    await worker.lives(1.0)  # so that it may resume whatever there is
     async with worker.running():
         await worker.until_told(SweepEnded)
         assert worker.told(RunClaimed) == []

@@ -17,6 +17,8 @@ from tests.contract.lives import executed
 from tests.manager.workers import Worker, store_without_hints, without_runs
 from tests.rules import rule
 
+pytestmark = pytest.mark.timeout(30)
+
 
 @pytest.fixture
 async def store(store_dsn: str) -> AsyncIterator[SqlRunStore]:

@@ -29,6 +29,8 @@ from tests.contract.lives import executed
 from tests.manager.workers import AGENT, NEEDS_AGENT, Worker, store_without_hints, thread_of
 from tests.rules import rule
 
+pytestmark = pytest.mark.timeout(30)
+
 NEIGHBOUR = WorkerId("host:neighbour")
 DEADLINE = 30.0
 """Seconds for which something may be missing, by the default configuration."""

@@ -19,6 +19,8 @@ from deerflow_runs.store.units import Units
 from tests.manager.workers import Worker, store_without_hints, thread_of, without_runs
 from tests.rules import rule
 
+pytestmark = pytest.mark.timeout(30)
+
 OTHER = WorkerId("host:other")
 
 

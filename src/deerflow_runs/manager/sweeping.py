@@ -235,7 +235,7 @@ class Sweeping:
 
     def _may_take(self) -> bool:
         session = self._ground.session
-        return session.trusted() and session.state is SessionState.LIVE and self._ground.registry.free_slots > 0
+        return session.trusted() and session.state is SessionState.LIVE
 
     # --- What waits -------------------------------------------------------------------------------------------------
 
