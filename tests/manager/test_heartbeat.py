@@ -35,6 +35,9 @@ from tests.rules import rule
 
 NAME = "deerflow-runs-heartbeat"
 
+SOON = 20.0
+"""Seconds for what happens within milliseconds; only a failing test waits for them."""
+
 
 def threads() -> list[threading.Thread]:
     """The heartbeats of this process."""
@@ -43,8 +46,9 @@ def threads() -> list[threading.Thread]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let others run until it holds; what changes it happens in another thread."""
-    while not condition():  # noqa: ASYNC110 (no event of this loop reaches us from there)
-        await asyncio.sleep(0)
+    async with asyncio.timeout(SOON):
+        while not condition():  # noqa: ASYNC110 (no event of this loop reaches us from there)
+            await asyncio.sleep(0)
 
 
 @final
@@ -325,7 +329,7 @@ async def test_a_main_loop_that_is_gone_takes_the_heartbeat_and_its_session_alon
 
     store = await asyncio.to_thread(begin_in_a_loop_that_ends)
     for thread in threads():
-        await asyncio.to_thread(thread.join)
+        await asyncio.to_thread(thread.join, SOON)
     assert threads() == []
     look = store_at(sqlite_dsn)
     await look.open()

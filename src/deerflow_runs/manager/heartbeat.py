@@ -125,8 +125,9 @@ class Heartbeat:
         self._check_process()
         if self._thread is not None:
             raise UsageError("this heartbeat was started before")
-        self._thread = thread = _Thread(self._new_pulse, asyncio.get_running_loop(), self._post)
+        thread = _Thread(self._new_pulse, asyncio.get_running_loop(), self._post)
         thread.start()
+        self._thread = thread
         try:
             await asyncio.wait({asyncio.wrap_future(thread.opened)})
         except asyncio.CancelledError:
@@ -207,8 +208,12 @@ class _Thread:
 
     def start(self) -> None:
         """A daemon, or a program that forgot to stop it could never end."""
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no thread to give
+            self._loop.close()
+            raise
         atexit.register(self._at_exit)
-        self._thread.start()
 
     def stop(self, seconds: float) -> None:
         """Any thread."""
