@@ -189,6 +189,9 @@ class RunsConfig(BaseModel):
     """How long a run may take in all, unless it says otherwise."""
     step_timeout: Annotated[Duration, span("I8", seconds(1), DAY)] = HOUR
     """How long one step of a graph may take, unless its node says otherwise."""
+    hook_timeout: Annotated[Duration, span("O28", seconds(0.1), HOUR)] = seconds(60)
+    """How long a hook for ended runs may take. One that its worker did not live to finish is called again, by any
+    worker that has it, after one and a half times as long."""
 
     # What is kept
     events_kept: Annotated[Duration, span("", seconds(0), YEAR)] = DAY
@@ -295,6 +298,7 @@ _FOR_TESTS: Final[Mapping[str, Any]] = {
     "backoff_min": seconds(0.02),
     "backoff_max": seconds(0.5),
     "resumes_per_second": 100.0,
+    "hook_timeout": seconds(2),
 }
 
 _FOR_SMALL_SETUPS: Final[Mapping[str, Any]] = {

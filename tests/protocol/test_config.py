@@ -49,6 +49,7 @@ def test_the_defaults_are_those_of_the_protocol() -> None:
         "max_concurrent_runs": 100,
         "run_timeout": timedelta(hours=24),
         "step_timeout": timedelta(hours=1),
+        "hook_timeout": timedelta(seconds=60),
         "max_queued_per_thread": 100,
         "max_active_per_user": None,
         "events_kept": timedelta(hours=24),

@@ -72,7 +72,8 @@ class Parts:
         )
         ground = self.ground
         self._tell = setup.observe
-        self.deliveries: Final = Deliveries(ground, setup.hooks)
+        patience = setup.config.hook_timeout.total_seconds()
+        self.deliveries: Final = Deliveries(ground, setup.hooks, patience=patience, margin=patience / 2)
         self.granting: Final = Granting(ground, setup.executors)
         self.attaching: Final = Attaching(ground, spawn, self._withdraw)
         self.joining: Final = Joining(ground)
