@@ -2,7 +2,7 @@
 
 The platform may deliver a message twice: its id is the idempotency key. The answer is sent from ``on_settled``, which
 is called at least once for every run that ended, also when the process that computed the answer was killed before it
-could send it. Run it with ``python examples/bot.py``: the first bot is killed exactly there, and the second one answers.
+could send it. Run it with ``python examples/bot.py``: the first bot is killed exactly there, the second one answers.
 """
 
 from __future__ import annotations
