@@ -136,6 +136,13 @@ async def test_a_session_of_another_boot_is_proven_dead_by_that(store: RunStore)
     assert await store.signs(await store.sessions()) == {ME: Sign.PROOF}
 
 
+@rule("O27", "I13")
+async def test_a_session_that_holds_its_lock_is_not_dead_whatever_its_boot_is_called(store: RunStore) -> None:
+    """Some containers call the boot of one kernel by names of their own."""
+    async with beating(store, boot_id="another"):
+        assert await sign_of(store) is Sign.NONE
+
+
 @rule("O27")
 async def test_a_session_records_the_boot_in_which_it_lives(store: RunStore) -> None:
     async with beating(store):

@@ -140,6 +140,13 @@ MUTATIONS: Final = [
         "test_the_file_of_a_killed_session_is_removed_once_the_session_is_dead",
     ),
     _sqlite(
+        "another name for the boot outweighs a lock that is held",
+        "O27",
+        "            if free is not False:",
+        "            if free is not path:",
+        "test_a_session_that_holds_its_lock_is_not_dead_whatever_its_boot_is_called",
+    ),
+    _sqlite(
         "the boot is not recorded",
         "O27",
         "boot_id=session.boot_id or hints.boot_id()",

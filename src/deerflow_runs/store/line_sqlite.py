@@ -77,7 +77,8 @@ def _signs(folder: Path, sessions: Sequence[Session]) -> dict[WorkerId, Sign]:
         path = files.get(hints.file_name(session.worker_id))
         if session.state is not SessionState.DEAD:
             free = hints.is_free(path) if path else None
-            signs[session.worker_id] = proof(session, free=free, boot_id=hints.boot_id())
+            if free is not False:  # who holds its lock lives, also where a container calls its boot by another name
+                signs[session.worker_id] = proof(session, free=free, boot_id=hints.boot_id())
         elif path is not None:
             hints.remove_if_free(path)
     return {worker_id: sign for worker_id, sign in signs.items() if sign is not Sign.NONE}
