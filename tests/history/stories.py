@@ -353,6 +353,11 @@ def ended_by_another(past: Past) -> None:
     past.ends(status=RunStatus.ERROR, settled_by=OTHER, raised=1)
 
 
+def healthy_loses_an_attempt(past: Past) -> None:
+    running(past)
+    past.is_resumed()
+
+
 def dead_beats(past: Past) -> None:
     running(past)
     past.dies(OTHER)
@@ -500,6 +505,7 @@ BROKEN: Final[list[tuple[str, Told, Expected]]] = [
     ("I10", healthy_dies, Expected(healthy=[OTHER])),
     ("I10", taken_from_the_living, Expected()),
     ("I10", ended_by_another, Expected()),
+    ("I10", healthy_loses_an_attempt, Expected(healthy=[ME])),
     ("I12", dead_beats, Expected()),
     ("I12", dead_lives, Expected()),
     ("I12", id_is_used_again, Expected()),

@@ -142,7 +142,7 @@ async def test_what_a_store_does_by_its_own_verbs_breaks_no_invariant(store: Sql
 async def test_every_history_of_the_contract_breaks_no_invariant(store: SqlRunStore, recorded_dsn: str) -> None:
     model = ModelStore()
     author = Author(0, model)
-    for _ in range(150):
+    for _ in range(100):
         model.world.advance(10)
         move = author.next_move()
         await answered(move, model)
@@ -154,7 +154,7 @@ async def test_every_history_of_the_contract_breaks_no_invariant(store: SqlRunSt
 
 @rule("I1", "I2", "I3", "I7", "I17", "I20")
 async def test_what_many_do_at_once_breaks_no_invariant(recorded_dsn: str) -> None:
-    await crowd(recorded_dsn, workers=6, moves=80)
+    await crowd(recorded_dsn, workers=6, moves=60)
     report = judged(recorded_dsn, Expected(max_queued=3))
     report.require()
     assert report.grants > 20

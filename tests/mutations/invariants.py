@@ -63,6 +63,13 @@ MUTATIONS: Final[list[AnyMutation]] = [
         "if after.active and after.owner_worker_id is after.run_id:",
     ),
     look(
+        "the healthy may lose attempts",
+        "I10",
+        "judging/recovery",
+        "elif after.attempt > before.attempt and owner in",
+        "elif after.attempt < before.attempt and owner in",
+    ),
+    look(
         "anybody may end what another holds",
         "I10",
         "judging/recovery",

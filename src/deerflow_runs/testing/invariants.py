@@ -42,10 +42,10 @@ class Expected:
     """What a test knows and no row tells.
 
     ``quiet``: nothing was under way when the history was read, so I8 is judged; ``may_remain`` are the runs that may
-    be open all the same. ``healthy``: sessions that nobody had a reason to declare dead (I10; I13 if there was an
-    ``outage`` or a step of a clock). ``acknowledged``: runs whose admission a caller was told of (I15). ``answers``:
-    idempotency key to the runs that callers were told of (I14). ``steps``: what executors logged (I11, I20).
-    ``max_running`` per worker, ``max_queued`` per thread, ``max_active_per_user`` (I19). ``without``: names of
+    be open all the same. ``healthy``: sessions that nobody had a reason to declare dead or to take a run from (I10; I13
+    if there was an ``outage`` or a step of a clock). ``acknowledged``: runs whose admission a caller was told of (I15).
+    ``answers``: idempotency key to the runs that callers were told of (I14). ``steps``: what executors logged (I11,
+    I20). ``max_running`` per worker, ``max_queued`` per thread, ``max_active_per_user`` (I19). ``without``: names of
     invariants that this test's faults suspend (say why in the test).
     """
 

@@ -68,7 +68,8 @@ class Drains(Judge):
 @final
 class Takings(Judge):
     """I10, seen from the run: nobody takes over, or ends, what a session holds that is not dead, unless a cancel allows
-    it. Judged whatever the test says of its sessions. Who made a run vacant no row tells."""
+    it. Who made a run vacant no row tells; but where the test says that its owner was healthy, and there was no outage,
+    nobody had a reason to count an attempt."""
 
     def saw(self, change: Change) -> Iterator[Violation]:
         """Judge what passes from one owner to another, or ends by another's hand."""
@@ -81,6 +82,8 @@ class Takings(Judge):
             yield fault("I10", after, f"was taken from {owner}, which was not dead", change)
         elif after.terminal and after.settled_by != owner:
             yield fault("I10", after, f"was ended by {after.settled_by} while {owner} was not dead", change)
+        elif after.attempt > before.attempt and owner in self.expected.healthy and not self.expected.outage:
+            yield fault("I10", after, f"lost an attempt although {owner} was healthy", change)
 
 
 def _state(world: World, worker_id: WorkerId | None) -> SessionState | None:
