@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, Final
 
 import asyncpg
@@ -18,10 +18,11 @@ from deerflow_runs.protocol.lifecycle import TRANSITIONS, Into, RunEvent
 from deerflow_runs.store import arrivals, endings, events, sessions
 from deerflow_runs.store.dialect import POSTGRES
 from deerflow_runs.store.dsn import parse_dsn
+from deerflow_runs.store.migrate import upgrade_async
 from deerflow_runs.store.schema import runs
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.store.units import open_units
-from deerflow_runs.testing.postgres import PostgresServer
+from deerflow_runs.testing.postgres import PostgresCluster, PostgresServer
 from tests.contract.lives import ME, OTHER, admitted, ended, started, waiting
 from tests.contract.plans import Plan, plans
 from tests.rules import rule
@@ -135,25 +136,22 @@ async def test_an_admission_reads_no_ended_run_of_its_thread(history_dsn: str) -
     _no_history(await plans(history_dsn, lambda connection: arrivals.look_at_thread(connection, POSTGRES, newcomer)))
 
 
-@pytest.fixture
-async def connection(postgres_dsn: str) -> AsyncIterator[asyncpg.Connection[Any]]:
-    opened = await asyncpg.connect(postgres_dsn)
-    yield opened
-    await opened.close()
-
-
 @rule("O10")
-async def test_a_thousand_beats_are_heap_only(postgres_dsn: str, connection: asyncpg.Connection[Any]) -> None:
-    # The server's own ANALYZE holds a snapshot, and what it may still see cannot be pruned.
-    await connection.execute("ALTER TABLE dr_workers SET (autovacuum_enabled = false)")
-    units = open_units(parse_dsn(postgres_dsn))
-    await units.open()
-    store = SqlRunStore(units)
-    await store.open_session(Session(ME))
-    for _ in range(1000):
-        await store.renew(ME)
-    await units.close()
-    changed, heap_only = await _updates(connection)
+async def test_a_thousand_beats_are_heap_only() -> None:
+    # The server's own ANALYZE, of whatever table, holds a snapshot, and what it may still see cannot be pruned.
+    with PostgresCluster(settings={"autovacuum": "off"}) as undisturbed:
+        dsn = undisturbed.create_database("beats")
+        await upgrade_async(dsn)
+        units = open_units(parse_dsn(dsn))
+        await units.open()
+        store = SqlRunStore(units)
+        await store.open_session(Session(ME))
+        for _ in range(1000):
+            await store.renew(ME)
+        await units.close()
+        connection = await asyncpg.connect(dsn)
+        changed, heap_only = await _updates(connection)
+        await connection.close()
     assert (changed, heap_only) == (1000, 1000)
 
 
