@@ -62,6 +62,14 @@ MUTATIONS: Final = [
         "os.close(descriptor)",
         (_FORKING + "test_a_child_closes_what_is_kept_and_lets_the_number_stand_for_nothing",),
     ),
+    Mutation(
+        "a child closes whatever has got the number meanwhile",
+        "O27",
+        _FORKS,
+        "            if one.is_at(descriptor):\n",
+        "            if one:\n",
+        (_FORKING + "test_a_number_that_stands_for_something_else_by_now_is_left_alone",),
+    ),
     _postgres(
         "a connection that a child may have is kept",
         "O27",

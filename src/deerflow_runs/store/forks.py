@@ -21,13 +21,30 @@ class Moment:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """``device`` and ``inode`` say what the number stood for: a driver that has closed it need not tell us."""
+
+    owner: object
+    device: int
+    inode: int
+
+    def is_at(self, descriptor: int) -> bool:
+        try:
+            found = os.fstat(descriptor)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+
+
+@final
 class Descriptors:
     """What children close. No lock: a fork may happen while another thread is at any point of this."""
 
     def __init__(self) -> None:
         self._begun = 0
         self._ended = 0
-        self._kept: dict[int, object] = {}
+        self._kept: dict[int, _Kept] = {}
         self._left_behind: list[object] = []
 
     def now(self) -> Moment:
@@ -39,7 +56,8 @@ class Descriptors:
 
         A child never clears up the ``owner``, which would end the connection that it shares with its parent.
         """
-        self._kept[descriptor] = owner
+        stands_for = os.fstat(descriptor)
+        self._kept[descriptor] = _Kept(owner, stands_for.st_dev, stands_for.st_ino)
         return since.begun == since.ended and self.now() == since
 
     def forget(self, descriptor: int) -> None:
@@ -58,9 +76,10 @@ class Descriptors:
         """Close every copy. Its number stays taken, or the driver would close somebody else's file by that number."""
         self._ended = self._begun
         kept, self._kept = self._kept, {}
-        self._left_behind.extend(kept.values())
-        for descriptor in kept:
-            _close_but_keep_the_number(descriptor)
+        self._left_behind.extend(one.owner for one in kept.values())
+        for descriptor, one in kept.items():
+            if one.is_at(descriptor):
+                _close_but_keep_the_number(descriptor)
 
 
 def _close_but_keep_the_number(descriptor: int) -> None:
