@@ -219,12 +219,12 @@ class Admitting:
         if held is not None and held.lease.epoch == run.epoch:
             held.lease.stop(StopCause.CANCEL, action)
             return False
+        await self._ground.wake_owner(run.owner_worker_id)
         if run.rollback_owed and self._ground.session.trusted():
             seized = await self._ground.store.apply(run.key, RunEvent.SEIZE, self._ground.actor(), self._given())
             if isinstance(seized, Applied):
                 self._granting.restore(seized.run)
                 return True
-        await self._ground.wake_owner(run.owner_worker_id)
         return False
 
     def _given(self) -> Given:
