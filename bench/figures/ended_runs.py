@@ -53,7 +53,9 @@ async def weigh(inside: Inside) -> tuple[dict[str, int], int]:
     """Objects of our types by type, and bytes that are resident."""
     await inside.until(lambda: inside.manager.stats().held == 0)
     gc.collect()
-    ours = Counter(
-        type(one).__qualname__ for one in gc.get_objects() if type(one).__module__.startswith("deerflow_runs.")
-    )
+    ours = Counter(type(one).__qualname__ for one in gc.get_objects() if _ours(type(one)))
     return dict(ours), resident()
+
+
+def _ours(kind: type) -> bool:
+    return str(kind.__module__).startswith("deerflow_runs.")
