@@ -135,6 +135,18 @@ async def test_a_slot_that_is_kept_for_an_admission_is_not_claimed_for(store: Sq
 
 
 @rule("I19")
+async def test_a_claim_leaves_slots_to_admissions_that_come_meanwhile(store: SqlRunStore) -> None:
+    async with at_work(store, max_concurrent_runs=8, **AT_ONCE) as worker:
+        for number in range(2):
+            await vacant(worker, f"r{number}")
+        free: list[int] = []
+        worker.also = lambda event: free.append(worker.registry.free_slots) if isinstance(event, RunClaimed) else None
+        worker.ground.work.set()
+        await worker.until_told(RunClaimed, 2)
+        assert min(free) > 0
+
+
+@rule("I19")
 async def test_a_worker_without_slots_leaves_everything_to_others(store: SqlRunStore) -> None:
     async with at_work(store, max_concurrent_runs=0) as worker:
         await vacant(worker, "r")
@@ -157,7 +169,7 @@ async def test_what_this_worker_cannot_run_stays_where_it_is(store: SqlRunStore)
         assert [told.run_id for told in worker.told(RunClaimed)] == ["usual"]
 
 
-@rule("O31", "F28")
+@rule("O31", "I8")
 async def test_a_local_run_whose_turn_has_come_is_carried_out_by_whoever_expects_it(store: SqlRunStore) -> None:
     async with at_work(store) as worker:
         first = await worker.stage.starts("first", worker_id=worker.me)

@@ -101,6 +101,7 @@ class Worker:
         )
         self.granting = Granting(self.ground, {AGENT: self.agent})
         self.reconciler = Reconciler(self.ground, self.granting, unit=lambda: unit)
+        self.also: Callable[[Event], object] = lambda _: None
         self._heard = asyncio.Event()
 
     @property
@@ -174,6 +175,7 @@ class Worker:
 
     def _observed(self, event: Event) -> None:
         self.events.append(event)
+        self.also(event)
         self._heard.set()
 
     # --- Its end ----------------------------------------------------------------------------------------------------

@@ -311,6 +311,14 @@ CLAIMING: Final = [
         CLAIMS + "test_a_worker_takes_no_more_than_it_has_slots_for",
     ),
     manager(
+        "a claim leaves no slot to admissions",
+        "I19",
+        "claiming",
+        "        return min(BATCH, free, max(1, free // 2), ",
+        "        return min(BATCH, free, ",
+        CLAIMS + "test_a_claim_leaves_slots_to_admissions_that_come_meanwhile",
+    ),
+    manager(
         "slots are kept for ever after a claim",
         "I8",
         "claiming",

@@ -88,11 +88,13 @@ class Claiming:
             held.lease.stop(StopCause.DRAIN)
 
     def _wanted(self) -> int:
-        """How many to ask for. Nothing is claimed without trust, nor by a worker that drains (O12, O35)."""
+        """How many to ask for. Nothing is claimed without trust, nor by a worker that drains (O12, O35). Half of the
+        free slots are left to admissions that come meanwhile: without one they would have to be claimed as well."""
         ground = self._ground
         if not ground.session.trusted() or ground.session.state is not SessionState.LIVE:
             return 0
-        return min(BATCH, ground.registry.free_slots, self._budget.available(ground.session.now()))
+        free = ground.registry.free_slots
+        return min(BATCH, free, max(1, free // 2), self._budget.available(ground.session.now()))
 
     # --- Waiting ----------------------------------------------------------------------------------------------------
 
