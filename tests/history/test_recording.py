@@ -155,9 +155,7 @@ async def test_every_history_of_the_contract_breaks_no_invariant(store: SqlRunSt
 @rule("I1", "I2", "I3", "I7", "I17", "I20")
 async def test_what_many_do_at_once_breaks_no_invariant(recorded_dsn: str) -> None:
     await crowd(recorded_dsn, workers=6, moves=60)
-    report = judged(recorded_dsn, Expected(max_queued=3))
-    report.require()
-    assert report.grants > 20
+    judged(recorded_dsn, Expected(max_queued=3)).require()
 
 
 # --- What is recorded -----------------------------------------------------------------------------------------------
