@@ -200,12 +200,12 @@ class Pulse:
                 assert_never(answer)
 
     def _confirmed(self, answer: Renewed, sent_at: BootSeconds) -> None:
-        now = self._session.now()
+        now, before = self._session.now(), self._session.trust
         self._session.confirmed(answer, sent_at=sent_at, answered_at=now)
         self.failures = 0
         self.beats += 1
         self.last_confirmed_at = now
-        self._teller.look()
+        self._teller.look(before)
         self._heard(answer.requests)
 
     def _failed(self, error: Exception) -> None:

@@ -14,6 +14,7 @@ from deerflow_runs import observe as events
 from deerflow_runs.clock import Clock
 from deerflow_runs.manager import messages
 from deerflow_runs.manager.session import WorkerSession
+from deerflow_runs.protocol.trust import Trust
 
 
 @final
@@ -37,16 +38,21 @@ class TrustTeller:
         self._ended_at: float | None = None
         self._regained = asyncio.Event()
 
-    def look(self) -> None:
-        """Compare what is true now with what was told last."""
-        trusted = self._session.trusted()
-        if self._ended_at is None and not trusted:
-            self._ended_at = self._session.trust.ends
+    def look(self, before: Trust | None = None) -> None:
+        """Compare what is true now with what was told last.
+
+        ``before`` is trust as it was before a change that was just made. If it had run out by now, somebody may have
+        found the gate shut, and waits to hear that it is open: both is told, however short the time between.
+        """
+        trust, now = self._session.trust, self._session.now()
+        past = before or trust
+        if self._ended_at is None and not past.trusted(now):
+            self._ended_at = past.ends
             self._regained.clear()
             self._observe(events.TrustEnded(worker_id=self._session.worker_id))
             self._post(messages.TrustEnded())
-        elif self._ended_at is not None and trusted:
-            suspended_for = self._session.now() - self._ended_at
+        if self._ended_at is not None and trust.trusted(now):
+            suspended_for = now - self._ended_at
             self._ended_at = None
             self._regained.set()
             self._observe(events.TrustRegained(worker_id=self._session.worker_id, suspended_for=suspended_for))
