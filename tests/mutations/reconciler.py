@@ -119,7 +119,7 @@ SWEEPING: Final = [
     manager(
         "nobody is told of runs that ended while they waited",
         "O28",
-        "sweeping",
+        "unclaimed",
         "        gone = [run_id for run_id in expected if over.get(run_id)]\n",
         "        gone: list[RunId] = []\n",
         SWEEPS + "test_whoever_waits_for_a_run_that_others_ended_is_told",
@@ -127,7 +127,7 @@ SWEEPING: Final = [
     manager(
         "a run that is not there yet is given up at once",
         "O28",
-        "sweeping",
+        "unclaimed",
         "        return [run_id for run_id, since in self._absent.items() if now - since >= patience]\n",
         "        return [run_id for run_id, since in self._absent.items() if now - since >= 0 * patience]\n",
         SWEEPS + "test_whoever_waits_for_a_run_that_is_gone_altogether_is_told_in_the_end",
@@ -135,7 +135,7 @@ SWEEPING: Final = [
     manager(
         "the reason why a run waits is told with every sweep",
         "O31",
-        "sweeping",
+        "unclaimed",
         '        news, checked_at = known.get("message") != why.message, known.get("checked_at")\n',
         '        news, checked_at = True, known.get("checked_at")\n',
         SWEEPS + "test_the_same_reason_is_told_once_and_written_once",
@@ -143,7 +143,7 @@ SWEEPING: Final = [
     manager(
         "a wrong note stays",
         "O31",
-        "sweeping",
+        "unclaimed",
         "                await ground.store.note_waiting(run.key, {})\n",
         "                pass\n",
         SWEEPS + "test_a_note_that_has_become_wrong_is_taken_away",
@@ -151,7 +151,7 @@ SWEEPING: Final = [
     manager(
         "every sweep looks at the same vacant runs",
         "O31",
-        "sweeping",
+        "unclaimed",
         "        self._explained = found[-1] if len(found) == EXPLAINED else None\n",
         "        self._explained = None\n",
         SWEEPS + "test_however_many_wait_for_a_slot_each_that_cannot_be_taken_is_found",

@@ -7,7 +7,7 @@ anything (O26). When a sweep comes is decided in ``reconciler``; what may happen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 from deerflow_runs.manager.fencing import fence
@@ -16,13 +16,13 @@ from deerflow_runs.manager.granting import Granting
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.registry import Phase
 from deerflow_runs.manager.taking_back import TakingBack
-from deerflow_runs.model import Micros, Run, RunId, Session, SessionState, micros
+from deerflow_runs.manager.unclaimed import Waiting
+from deerflow_runs.model import Micros, Run, Session, SessionState, micros
 from deerflow_runs.observe import (
     RunForced,
     RunPromoted,
     RunRecovered,
     RunSeized,
-    RunWaitsFor,
     SessionDeclaredDead,
     SweepEnded,
     SweepFailed,
@@ -32,17 +32,10 @@ from deerflow_runs.observe.recovery import RecoveredHow
 from deerflow_runs.protocol.decision import Applied, Given
 from deerflow_runs.protocol.judge import Look
 from deerflow_runs.protocol.lifecycle import RunEvent
-from deerflow_runs.protocol.recovery import why_waiting
 from deerflow_runs.store.base import Swept
 
 BATCH: Final = 500
 """Runs in one statement: few statements for the many orphans of one worker, short locks for everybody else."""
-
-EXPLAINED: Final = 100
-"""Vacant runs that one sweep looks at."""
-
-CHECKED_EVERY: Final = micros(60)
-"""How old the note that a run cannot be taken may grow, by the store's clock, before it is confirmed."""
 
 TIDY_EVERY: Final = 300.0
 """Seconds between two looks for what need not be kept any longer."""
@@ -60,13 +53,12 @@ class Sweeping:
         self._granting = granting
         self._giving_back = giving_back
         self._taking_back = taking_back
+        self._waiting = Waiting(ground)
         self._one_at_a_time = asyncio.Lock()
         self._failures = 0
         self._swept = Swept()
         self._sessions: tuple[Session, ...] = ()
         self._store_now = Micros(0)
-        self._explained: Run | None = None
-        self._absent: dict[RunId, float] = {}
         self._tidied_at: float | None = None
 
     @property
@@ -99,7 +91,7 @@ class Sweeping:
             self._force,
             self._promote,
             self._seize,
-            self._look_after_waiting,
+            self._waiting.give_up_ended,
             self._explain,
             self._tidy,
         )
@@ -237,55 +229,11 @@ class Sweeping:
         session = self._ground.session
         return session.trusted() and session.state is SessionState.LIVE
 
-    # --- What waits -------------------------------------------------------------------------------------------------
-
-    async def _look_after_waiting(self) -> int:
-        """Runs that are expected here and ended while they waited, by whomever: whoever waits for them is told."""
-        registry = self._ground.registry
-        expected = [one.key.run_id for one in registry.waiting()]
-        if not expected:
-            return 0
-        over = await self._ground.store.have_ended(expected)
-        gone = [run_id for run_id in expected if over.get(run_id)]
-        gone += self._long_absent(run_id for run_id in expected if run_id not in over)
-        for run_id in gone:
-            registry.give_up(run_id)
-        return len(gone)
-
-    def _long_absent(self, missing: Iterable[RunId]) -> list[RunId]:
-        """Rows that are gone, not rows whose admission is still under way."""
-        now = self._ground.clock.boot_time()
-        self._absent = {run_id: self._absent.get(run_id, now) for run_id in missing}
-        patience = self._ground.config.attach_deadline.total_seconds()
-        return [run_id for run_id, since in self._absent.items() if now - since >= patience]
-
     async def _explain(self) -> int:
-        """O31: what no live session can take says so, in its row and once to whoever listens. Every sweep goes on where
-        the last one stopped, so that a few runs that merely wait for a slot hide nobody."""
-        ground, config = self._ground, self._ground.config
-        if not self._sessions:
-            return 0
-        waited = micros(config.sweep.total_seconds())
-        found = await ground.store.unclaimed(waited, limit=EXPLAINED, after=self._explained)
-        self._explained = found[-1] if len(found) == EXPLAINED else None
-        for run in found:
-            await self._explain_one(run)
+        """O31, by the sessions that were seen in this sweep; without a look nothing is known."""
+        if self._sessions:
+            await self._waiting.explain(self._sessions, self._store_now)
         return 0
-
-    async def _explain_one(self, run: Run) -> None:
-        ground = self._ground
-        why = why_waiting(run, self._sessions, me=ground.worker_id, now=self._store_now)
-        if why is None:
-            if run.waits_for:
-                await ground.store.note_waiting(run.key, {})
-            return
-        known = run.waits_for or {}
-        news, checked_at = known.get("message") != why.message, known.get("checked_at")
-        fresh = isinstance(checked_at, int) and self._store_now - checked_at < CHECKED_EVERY
-        if fresh and not news:
-            return
-        if await ground.store.note_waiting(run.key, why.as_json()) and news:
-            ground.observe(RunWaitsFor(**self._names(run), missing=why.missing, message=why.message))
 
     # --- What is kept -----------------------------------------------------------------------------------------------
 
