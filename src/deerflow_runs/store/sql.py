@@ -288,13 +288,15 @@ class SqlRunStore:
     # --- Sets -------------------------------------------------------------------------------------------------------
 
     async def claim(self, by: Actor, limit: int) -> tuple[Run, ...]:
-        """See ``RunStore.claim``."""
+        """See ``RunStore.claim``. On SQLite any commit may mean work: it is looked for before the file is locked."""
+        if not self._dialect.writes_in_ctes and not await self._possible((RunEvent.CLAIM,), by, NOTHING_GIVEN):
+            return ()
         return await self._change(RunEvent.CLAIM, by, NOTHING_GIVEN, limit)
 
     async def take_over(self, by: Actor, given: Given, limit: int) -> Swept:
         """See ``RunStore.take_over``."""
         given = incoming.storable_given(given)
-        due = await self._units.read(self._unit(endings.possible, endings.TAKE_OVERS, by, given))
+        due = await self._possible(endings.TAKE_OVERS, by, given)
         changed = {
             event: await self._many(event, by, given, limit) if event in due else () for event in endings.TAKE_OVERS
         }
@@ -308,7 +310,7 @@ class SqlRunStore:
     async def force(self, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         """See ``RunStore.force``."""
         given = incoming.storable_given(given)
-        due = await self._units.read(self._unit(endings.possible, (RunEvent.FORCE,), by, given))
+        due = await self._possible((RunEvent.FORCE,), by, given)
         return await self._many(RunEvent.FORCE, by, given, limit) if due else ()
 
     async def promote(self, limit: int) -> tuple[Run, ...]:
@@ -355,6 +357,9 @@ class SqlRunStore:
         if limit < 1:
             return 0
         return len(await self._units.transaction(self._unit(endings.purge, before, limit)))
+
+    async def _possible(self, events: tuple[RunEvent, ...], by: Actor, given: Given) -> frozenset[RunEvent]:
+        return await self._units.read(self._unit(endings.possible, events, by, given))
 
     async def _change(self, event: RunEvent, by: Actor, given: Given, limit: int) -> tuple[Run, ...]:
         if limit < 1:  # a worker without a free slot; SQLite would take a negative limit for none
