@@ -38,8 +38,8 @@ Closer = Callable[[float], Awaitable[object]]
 """Closes what belongs to a step within the seconds that it is given; cancelled when they are over. That of RUNS is
 begun first: it stops whatever would bring new runs in."""
 
-BATCH: Final = 500
-"""Runs that leave with one statement."""
+BATCH: Final = 250
+"""Runs that leave with one statement. What one has written stands, should there be no time for the next."""
 
 FIRST_PAUSE: Final = 0.05
 LAST_PAUSE: Final = 1.0
@@ -59,6 +59,7 @@ class Drain:
         self._closers = dict(closers or {})
         self._plan = DrainPlan.begun(at=self._now(), budget=0.0)
         self._hurried = asyncio.Event()
+        self._written = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._error: str | None = None
 
@@ -129,26 +130,30 @@ class Drain:
             at = self._now()
             await self._within(step, lambda: closer(self._plan.allowed(step, at)))
 
-    async def _within(self, step: Step, work: Callable[[], Awaitable[object]]) -> None:
+    async def _within(self, step: Step, work: Callable[[], Awaitable[object]], *, until: Step | None = None) -> None:
         """Let ``work`` do what it can in the time of ``step``. Its errors are its own: the next step is not skipped."""
         at = self._now()
         task = self._begin_part(work, step.value)
-        await self._until(lambda: max(self._plan.deadline_for(step), at + LEAST), task)
+        await self._until(lambda: max(self._plan.deadline_for(until or step), at + LEAST), task)
         await self._break_off(task)
 
     # --- Runs -------------------------------------------------------------------------------------------------------
 
     async def _runs(self) -> None:
         """Everybody may stop between two steps; then everybody is stopped. Half of the time for that belongs to the
-        store, which is then told of all that have not told it themselves: what is not written was in vain (F21)."""
+        store, which is then told of all at once: what is not written was in vain (F21), so this may take the time of
+        later steps, which are tried all the same."""
         early = self._begin_part(self._end_early, "drain: what waits")
         gone = self._begin_part(self._all_gone, "drain: what is held")
         at = self._now()
         await self._until(lambda: max(self._plan.grace_ends, at + LEAST), gone, early)
         stopped_at = self._stop_all()
-        await self._until(lambda: (stopped_at + self._plan.deadline_for(Step.RUNS)) / 2, gone, early)
+        stopped = self._begin_part(self._all_stopped, "drain: bodies")
+        await self._until(lambda: (stopped_at + self._plan.deadline_for(Step.RUNS)) / 2, stopped, early)
         await self._break_off(early)
-        await self._within(Step.RUNS, self._leave_the_rest)
+        await self._break_off(stopped)
+        await self._within(Step.RUNS, self._leave_the_rest, until=Step.POOLS)
+        self._written.set()
         await self._until(lambda: self._plan.deadline_for(Step.RUNS), gone, self._over(self._granting.lives()))
         await self._abandon()
         await self._break_off(gone)
@@ -196,8 +201,14 @@ class Drain:
 
     def _stop_all(self) -> BootSeconds:
         for held in self._ground.registry.all():
+            if not held.run.reservation and held.lease.stop_cause is None:
+                held.together = self._written
             held.lease.stop(StopCause.DRAIN)
         return self._now()
+
+    async def _all_stopped(self) -> None:
+        for held in self._ground.registry.all():
+            await (held.over if held.together is None else held.stopped).wait()
 
     # --- What is left -----------------------------------------------------------------------------------------------
 
@@ -206,7 +217,8 @@ class Drain:
         reason to let others wait for a verdict. A rollback that is owed stays, for whoever can restore it (O4)."""
         store = self._ground.store
         await self._say_so()
-        if await self._insist(lambda: store.owned(self._ground.worker_id)):
+        held = len(self._ground.registry) > 0
+        if held or await self._insist(lambda: store.owned(self._ground.worker_id)):
             await self._each_batch(store.hand_over)
             await self._each_batch(store.end_held)
             await self._each_batch(store.release_held)
@@ -230,7 +242,8 @@ class Drain:
         held = registry.get(run.run_id)
         if held is not None:
             held.ended = run if run.terminal else None
-            held.lease.fence("its worker leaves")
+            if held.together is None or not held.stopped.is_set():
+                held.lease.fence("its worker leaves")
             registry.let_go(held)
         registry.give_up(run.run_id)
         self._tell(run)

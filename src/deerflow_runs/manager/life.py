@@ -323,7 +323,13 @@ class Life:
         await self._settle(RunEvent.SETTLE_CANCELLED, NOTHING_GIVEN)
 
     async def _leave_with_worker(self) -> None:
-        """O35: another worker goes on from the last finished step, or nobody can."""
+        """O35: another worker goes on from the last finished step, or nobody can. Hundreds of lives may come here at
+        once: the drain writes for all of them, and what it did not write is written here."""
+        if self._held.together is not None:
+            self._held.stopped.set()
+            await self._held.together.wait()
+            if self._held.over.is_set():
+                return
         if parting(self._lease.run, me=self._lease.worker_id) is Parting.HAND_OVER:
             await self._move(RunEvent.HAND_OVER, NOTHING_GIVEN)
         else:

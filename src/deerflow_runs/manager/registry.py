@@ -36,6 +36,8 @@ class Held:
 
     ``since`` and ``deadline`` are boot times: of the grant, and when the run's time is up. ``life`` is the task that
     sees it to its end. ``over`` is set when it has left this process, ``ended`` then is its last row if it ended here.
+    A drain that will write the end of all runs that it stops gives them ``together``, which it sets when it has tried;
+    ``stopped`` tells it that the body is over.
     """
 
     lease: RunLease
@@ -46,6 +48,8 @@ class Held:
     life: asyncio.Task[None] | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     ended: Run | None = None
+    together: asyncio.Event | None = None
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def run(self) -> Run:
@@ -115,6 +119,7 @@ class Registry:
                 del self._by_thread[held.run.thread_id]
         held.lease.close()
         held.over.set()
+        held.stopped.set()
         self._freed.set()
 
     def get(self, run_id: RunId) -> Held | None:
