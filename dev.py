@@ -31,9 +31,9 @@ PAGE_WRITERS = ("deerflow_runs.docs", "bench.page")
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """show two workers share a thread on SQLite (or on the database named); becomes the chat gateway"""
-    print("The demo will be a chat gateway on SQLite. Until then: what the store under it decides.\n", flush=True)
-    return run(PYTHON, ROOT / "examples" / "tour.py", *arguments)
+    """show two processes cancel, kill and recover runs on SQLite (or the database named); becomes the chat gateway"""
+    print("The demo will be a chat gateway on SQLite. Until then: two processes, and one of them dies.\n", flush=True)
+    return run(PYTHON, ROOT / "examples" / "ownership_demo.py", *arguments)
 
 
 def test(arguments: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
-"""Two processes, one SQLite file: a run, a cancel from the other process, a kill, and the recovery of what was lost.
+"""Two processes, one database: a run, a cancel from the other process, a kill, and the recovery of what was lost.
 
-Run it with ``python examples/ownership_demo.py``. Nothing but the library is needed.
+Run it with ``python examples/ownership_demo.py [DATABASE_URL]``; without an address it makes a SQLite file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def work(path: str, ready: Any) -> None:
     async with store_at(path) as store, RunManager(store, executors={"count": Counting()}, config=config) as manager:
         for thread in ("red", "blue"):
             await manager.submit(thread, "count", input={"to": STEPS}, run_id=f"run-{thread}")
-        ready.set()
+        ready.set()  # the parent may cancel and kill now
         await asyncio.Event().wait()
 
 
@@ -66,4 +66,4 @@ def run_worker(path: str, ready: Any) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        sys.exit(asyncio.run(main(str(Path(folder) / "runs.db"))))
+        asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else str(Path(folder) / "runs.db")))
