@@ -365,6 +365,17 @@ async def test_the_first_action_stays_in_force(manager: RunManager) -> None:
     assert (await manager.cancel(handle)).outcome is CancelOutcome.CANCELLED
 
 
+@rule("O22", "O6", "B101")
+async def test_a_run_cancelled_before_its_caller_came_ends_at_once(manager: RunManager, other: RunManager) -> None:
+    here = await manager.create_or_reject("here")
+    there = await manager.create_or_reject("there")
+    assert (await manager.cancel(here, wait=True, timeout=20)).outcome is CancelOutcome.CANCELLED
+    assert (await other.cancel(there.key, wait=True, timeout=20)).outcome is CancelOutcome.CANCELLED
+    with pytest.raises(RunCancelled):
+        async with manager.execute(here):
+            raise AssertionError
+
+
 @rule("O21", "B093")
 async def test_a_run_that_has_succeeded_cannot_be_cancelled_and_nobody_knows_what_is_not_there(
     manager: RunManager,

@@ -135,6 +135,12 @@ class Attaching:
         finally:
             life.leave()
 
+    def end_if_unattached(self, held: Held) -> None:
+        """A run that was told to stop and whose caller has not come for it has nobody else to end it."""
+        if held.phase is Phase.UNATTACHED and not held.run.reservation:
+            end = Stopped(held.lease.stop_cause, held.lease.cancel_action)
+            _ = self._spawn(self.end_unattached(held, end), f"end of {held.run.run_id}")
+
     async def end_unattached(self, held: Held, end: BodyEnd) -> None:
         """End a granted run that nobody took up."""
         if held.phase is Phase.UNATTACHED:

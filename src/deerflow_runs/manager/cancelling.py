@@ -97,6 +97,7 @@ class Cancelling:
             return await self._cancel_stored(held.key, action, EVERYONE)
         in_force = decision.run.cancel_action if decision is not None else action
         held.lease.stop(StopCause.CANCEL, in_force)
+        self._attaching.end_if_unattached(held)
         return CancelResult(CancelOutcome.REQUESTED, in_force, decision.run if decision else held.run)
 
     async def _record(self, key: RunKey, action: CancelAction) -> Decision | None:

@@ -9,6 +9,7 @@ import asyncio
 from typing import assert_never, final
 
 from deerflow_runs.manager.admitting import Spawn
+from deerflow_runs.manager.attaching import Attaching
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import StopCause
 from deerflow_runs.manager.messages import (
@@ -34,8 +35,9 @@ class Listening:
     """Hears messages, in order, in the main loop. ``drain_wanted`` is set when somebody asked this worker to leave;
     what to do about it is the host's to decide."""
 
-    def __init__(self, ground: Ground, reconciler: Reconciler, spawn: Spawn) -> None:
+    def __init__(self, ground: Ground, attaching: Attaching, reconciler: Reconciler, spawn: Spawn) -> None:
         self._ground = ground
+        self._attaching = attaching
         self._reconciler = reconciler
         self._spawn = spawn
         self._suspension: asyncio.Task[None] | None = None
@@ -81,6 +83,7 @@ class Listening:
                 )
             )
             held.lease.stop(StopCause.CANCEL, request.action)
+            self._attaching.end_if_unattached(held)
 
     async def _take_back(self, previous: WorkerId) -> None:
         await self._reconciler.take_back(previous)

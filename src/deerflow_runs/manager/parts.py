@@ -85,7 +85,7 @@ class Parts:
         self.cancelling: Final = Cancelling(ground, self.admitting, self.attaching, self.joining, spawn)
         self.erasing: Final = Erasing(ground, self.admitting, self.cancelling)
         self.reconciler: Final = Reconciler(ground, self.granting)
-        self.listening: Final = Listening(ground, self.reconciler, spawn)
+        self.listening: Final = Listening(ground, self.attaching, self.reconciler, spawn)
         self._drain = Drain(
             ground,
             self.granting,

@@ -163,6 +163,7 @@ class Registry:
     def arrived(self) -> None:
         """The admission for which a slot was kept has been answered."""
         self._arriving -= 1
+        self._freed.set()
 
     async def slot_freed(self) -> None:
         """Wait until something was let go since the last call."""
