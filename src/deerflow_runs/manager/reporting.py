@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import assert_never, final
 
 from deerflow_runs.errors import UsageError
+from deerflow_runs.manager.fencing import fence
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.model import NO_USAGE, RunKey, Usage
-from deerflow_runs.observe import RunFenced
 from deerflow_runs.protocol.decision import Applied, Given, Refused
 from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 
@@ -26,26 +26,20 @@ class Reporting:
             return False
         if held.key != key:
             raise UsageError(f"run {key.run_id} is on another thread")
-        lease = held.lease
-        if not await lease.until_trusted():
-            return False
-        epoch = lease.epoch
-        given = Given(checkpoint=checkpoint, usage=usage or NO_USAGE, model_name=model_name)
-        decision = await self._ground.store.apply(key, RunEvent.PROGRESS, self._ground.actor(epoch), given)
-        match decision:
-            case Applied():
-                return True
-            case Refused(Refusal.LOST) if lease.epoch == epoch and not lease.fenced:
-                lease.fence("its progress was refused")
-                self._ground.observe(
-                    RunFenced(
-                        worker_id=self._ground.worker_id,
-                        run_id=key.run_id,
-                        thread_id=key.thread_id,
-                        epoch=epoch,
-                        reason="its progress was refused",
-                    )
-                )
-                return False
-            case Refused():
-                return False
+        while await held.lease.until_trusted():
+            lease, epoch = held.lease, held.lease.epoch
+            given = Given(checkpoint=checkpoint, usage=usage or NO_USAGE, model_name=model_name)
+            decision = await self._ground.store.apply(key, RunEvent.PROGRESS, self._ground.actor(epoch), given)
+            match decision:
+                case Applied():
+                    return True
+                case Refused(Refusal.LOST) if held.lease.epoch != epoch or lease.worker_id != self._ground.worker_id:
+                    continue  # taken back meanwhile, or about to be: asked again under the new epoch (O13)
+                case Refused(Refusal.LOST):
+                    fence(self._ground, held, "its progress was refused")
+                    return False
+                case Refused():
+                    return False
+                case _:
+                    assert_never(decision)
+        return False
