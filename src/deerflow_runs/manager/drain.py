@@ -217,8 +217,8 @@ class Drain:
         reason to let others wait for a verdict. A rollback that is owed stays, for whoever can restore it (O4)."""
         store = self._ground.store
         await self._say_so()
-        held = len(self._ground.registry) > 0
-        if held or await self._insist(lambda: store.owned(self._ground.worker_id)):
+        known = [held.run for held in self._ground.registry.all()]
+        if known or list(await self._insist(lambda: store.owned(self._ground.worker_id))):
             await self._each_batch(store.hand_over)
             await self._each_batch(store.end_held)
             await self._each_batch(store.release_held)
