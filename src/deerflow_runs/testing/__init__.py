@@ -1,7 +1,8 @@
 """Tools for testing what is built on ``deerflow_runs``; nothing in the product imports them.
 
 Stores: ``ModelStore`` (in memory, nothing to connect) and the contract that any store must keep, ``CHECKS`` over a
-``Subject``. Session lines: ``ModelLines``, and ``FlakyLine`` to let any line fail as a test wishes. Time and order:
+``Subject``. Session lines: ``ModelLines``, and ``FlakyLine`` and
+``FlakyStore`` to let any line or store fail as a test wishes. Time and order:
 ``ManualClock``, ``Sequencer``. Witnesses: ``HistoryChecker`` of what a test saw, ``install_recording``,
 ``read_history`` and ``check_history`` of all that a database went through. A real server for tests that want one:
 ``open_server``, ``PostgresCluster``. Each is loaded when it is first asked for.
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from deerflow_runs.testing.clock import ManualClock
     from deerflow_runs.testing.contract import CHECKS, Check, ModelSubject, SqlSubject, Subject
     from deerflow_runs.testing.flaky_line import Faults, FlakyLine, Gate
+    from deerflow_runs.testing.flaky_store import FlakyStore
     from deerflow_runs.testing.history import HistoryBroken, HistoryChecker
     from deerflow_runs.testing.invariants import Expected, Report, StepLogged, Violation, check_history
     from deerflow_runs.testing.model_line import ModelLine, ModelLines
@@ -31,6 +33,7 @@ __all__ = [
     "Expected",
     "Faults",
     "FlakyLine",
+    "FlakyStore",
     "Gate",
     "History",
     "HistoryBroken",
@@ -63,6 +66,7 @@ _HOMES: Final = {
     "clock": ("ManualClock",),
     "contract": ("CHECKS", "Check", "ModelSubject", "SqlSubject", "Subject"),
     "flaky_line": ("Faults", "FlakyLine", "Gate"),
+    "flaky_store": ("FlakyStore",),
     "history": ("HistoryBroken", "HistoryChecker"),
     "invariants": ("Expected", "Report", "StepLogged", "Violation", "check_history"),
     "model_line": ("ModelLine", "ModelLines"),

@@ -92,24 +92,25 @@ async def losing(ask: Ask) -> Any:
 
 @final
 class Faults:
-    """What goes wrong with the lines of one test, and what was asked of them. Set it up before it is needed.
+    """What goes wrong with the lines of one test, and what was asked of them. Set it up before it is needed. A store's
+    questions have other names, see ``FlakyStore``.
 
     ``mode``: what the lines pretend, where it is not None.
     """
 
     def __init__(self) -> None:
-        self.asked: list[Verb] = []
+        self.asked: list[str] = []
         self.most_at_once = 0
         self.mode: SignalMode | None = None
-        self._next: defaultdict[Verb, deque[Fault]] = defaultdict(deque)
-        self._always: dict[Verb, Fault] = {}
+        self._next: defaultdict[str, deque[Fault]] = defaultdict(deque)
+        self._always: dict[str, Fault] = {}
         self._busy = 0
 
-    def once(self, verb: Verb, fault: Fault, *, times: int = 1) -> None:
+    def once(self, verb: str, fault: Fault, *, times: int = 1) -> None:
         """Spoil the next questions of this kind."""
         self._next[verb].extend([fault] * times)
 
-    def always(self, fault: Fault, *verbs: Verb) -> None:
+    def always(self, fault: Fault, *verbs: str) -> None:
         """Spoil every question of these kinds, or of all kinds but ``close``, until ``mend``."""
         self._always |= dict.fromkeys(verbs or set(Verb) - {Verb.CLOSE}, fault)
 
@@ -118,11 +119,11 @@ class Faults:
         self._next.clear()
         self._always.clear()
 
-    def count(self, verb: Verb) -> int:
+    def count(self, verb: str) -> int:
         """How often this was asked so far."""
         return self.asked.count(verb)
 
-    async def through(self, verb: Verb, ask: Callable[[], Awaitable[T]]) -> T:
+    async def through(self, verb: str, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask, with what has been arranged for it."""
         self.asked.append(verb)
         self._busy += 1
