@@ -27,8 +27,7 @@ def measure(bench: Bench) -> Measured:
         tuple(lines),
         (
             "The target is what the slowest round may take.",
-            "A recovered run begins after a random pause (`backoff_min`); a worker that has just come takes up five a"
-            " second (`resumes_per_second`).",
+            "A recovered run begins after a random pause (`backoff_min`); a new worker takes up five a second.",
         ),
     )
 

@@ -1,5 +1,5 @@
 """A worker process begins runs of a local function that only waits, and says how much memory it has resident after
-the first 500 and after 2,500: the difference, divided by 2,000. On SQLite, whose file is not in that memory."""
+the first 300 and after 1,500: the difference, divided by 1,200. On SQLite, whose file is not in that memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bench.workers import Inside, begin_runs
 
 TITLE: Final = "Memory of a run"
 
-FEW: Final = 500
-MORE: Final = 2_000
+FEW: Final = 300
+MORE: Final = 1_200
 HOUR: Final = 3600.0
 
 

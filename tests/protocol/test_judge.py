@@ -204,6 +204,16 @@ def test_a_free_lock_and_two_silent_beats_replace_expiry_and_the_long_look() -> 
 
 
 @rule("O27")
+def test_a_judge_knows_when_a_session_whose_lock_is_free_will_have_been_silent_for_long_enough() -> None:
+    first, later = look(session(), seconds=0), look(session(), seconds=2, sign=Sign.HINT)
+    judge = opened().looked(first).looked(later)
+    assert judge.ripens(later) == at(5)
+    assert judge.ripens(look(session(), seconds=2)) is None
+    assert judge.ripens(look(session(), seconds=6, sign=Sign.HINT)) is None
+    assert judge.looked(look(session(beat=8), seconds=3)).ripens(later) == at(8)
+
+
+@rule("O27")
 def test_without_a_hint_two_silent_beats_prove_nothing() -> None:
     assert fast(5.0, Sign.NONE) == ()
 

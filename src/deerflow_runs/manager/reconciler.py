@@ -27,6 +27,9 @@ from deerflow_runs.store.base import Swept
 SHORTEST: Final = 0.05
 """Seconds between two sweeps, however soon the next delayed run is due."""
 
+PROOFS_EVERY: Final = 0.5
+"""Seconds between two looks at the locks of others where they cost no question to the database."""
+
 DEADLINES_EVERY: Final = 1.0
 """Seconds between two looks at the deadlines of held runs, less when one is known to come sooner."""
 
@@ -81,17 +84,35 @@ class Reconciler:
         while True:
             await self.sweep()
             failures = self._sweeping.failures
-            await ground.clock.sleep(pause_after(failures) if failures else await self._until_next())
+            if failures:
+                await ground.clock.sleep(pause_after(failures))
+            else:
+                await self._rest(await self._until_next())
+
+    async def _rest(self, seconds: float) -> None:
+        """Until the next sweep is due, or somebody is proven dead (O27)."""
+        clock = self._ground.clock
+        until = clock.boot_time() + seconds
+        while (left := until - clock.boot_time()) > 0:
+            if not self._ground.store.proves_deaths:
+                await clock.sleep(left)
+                return
+            await clock.sleep(min(left, PROOFS_EVERY))
+            if await self._sweeping.sees_death():
+                return
 
     async def _until_next(self) -> float:
-        """Seconds; a delayed run that is known to come due brings the next sweep forward (O7)."""
+        """Seconds; a delayed run that is known to come due brings the next sweep forward (O7), and so does a session
+        that can be declared dead at a known time."""
         try:
             due = await self._ground.store.next_due()
         except Exception as error:  # noqa: BLE001 - the clock alone is good enough
             self._failed(error)
             due = None
-        until_due = None if due is None else due / MICROS_PER_SECOND
-        return max(SHORTEST, next_sweep(self._interval, unit=self._unit(), until_due=until_due))
+        known = [] if due is None else [due / MICROS_PER_SECOND]
+        if (ripens_at := self._sweeping.ripens_at) is not None:
+            known.append(ripens_at - self._ground.clock.boot_time())
+        return max(SHORTEST, next_sweep(self._interval, unit=self._unit(), until_due=min(known, default=None)))
 
     async def _watch_deadlines(self) -> None:
         """Runs whose time is up are told to stop (I8). Asks nobody, so it works while the store is away."""

@@ -7,7 +7,7 @@ anything (O26). When a sweep comes is decided in ``reconciler``; what may happen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
 from deerflow_runs.manager.fencing import fence
@@ -30,8 +30,9 @@ from deerflow_runs.observe import (
 )
 from deerflow_runs.observe.recovery import RecoveredHow
 from deerflow_runs.protocol.decision import Applied, Given
-from deerflow_runs.protocol.judge import Look
+from deerflow_runs.protocol.judge import Look, Sign
 from deerflow_runs.protocol.lifecycle import RunEvent
+from deerflow_runs.protocol.trust import BootSeconds
 from deerflow_runs.store.base import Swept
 
 BATCH: Final = 500
@@ -59,12 +60,23 @@ class Sweeping:
         self._swept = Swept()
         self._sessions: tuple[Session, ...] = ()
         self._store_now = Micros(0)
+        self._ripens_at: BootSeconds | None = None
         self._tidied_at: float | None = None
 
     @property
     def failures(self) -> int:
         """How many sweeps in a row have failed in at least one step."""
         return self._failures
+
+    @property
+    def ripens_at(self) -> BootSeconds | None:
+        """When a sweep could declare a session dead that the last one could not yet (O27)."""
+        return self._ripens_at
+
+    async def sees_death(self) -> bool:
+        """Whether one of the sessions that were last seen is proven dead by now. Asks no database (O27)."""
+        others = self._others(self._sessions)
+        return bool(others) and Sign.PROOF in (await self._ground.store.signs(others)).values()
 
     async def sweep(self) -> Swept:
         """One whole sweep; what became of the runs of the dead. A step that fails keeps none of the others from
@@ -110,19 +122,23 @@ class Sweeping:
         out between the two questions does not look as if it had run out before."""
         ground, session = self._ground, self._ground.session
         asked_at = session.now()
-        self._sessions = ()  # what is not known anew explains nothing
+        self._sessions, self._ripens_at = (), None  # what is not known anew explains nothing
         store_now = self._store_now = await ground.store.now()
         seen = self._sessions = await ground.store.sessions()
-        me = session.worker_id
-        others = [one for one in seen if one.worker_id != me and one.state is not SessionState.DEAD]
+        others = self._others(seen)
         signs = await ground.store.signs(others) if others else {}
-        dead = 0
-        for verdict in session.judge_looked(Look(seen, asked_at, session.now(), store_now, signs)):
+        look, dead = Look(seen, asked_at, session.now(), store_now, signs), 0
+        for verdict in session.judge_looked(look):
             if await ground.store.declare_dead(verdict):
-                event = SessionDeclaredDead(worker_id=me, judged=verdict.worker_id, how=verdict.how)
+                event = SessionDeclaredDead(worker_id=ground.worker_id, judged=verdict.worker_id, how=verdict.how)
                 ground.observe(event)
                 dead += 1
+        self._ripens_at = session.judge.ripens(look)
         return dead
+
+    def _others(self, sessions: Iterable[Session]) -> list[Session]:
+        me = self._ground.worker_id
+        return [one for one in sessions if one.worker_id != me and one.state is not SessionState.DEAD]
 
     async def _bury(self) -> int:
         return await self._ground.store.bury_strangers()

@@ -151,6 +151,16 @@ class Judge:
         grace = micros(self.limits.grace)
         return tuple(Verdict(session.worker_id, session.beat, how, grace) for session, how in ways if how)
 
+    def ripens(self, look: Look) -> BootSeconds | None:
+        """When a session whose hint is free will have been silent for long enough, if it stays so: a look at that time
+        finds it, instead of one that happens to come later. None: no hint is free, or the look may decide already."""
+        moments = (
+            self.seen[session.worker_id].since + self._patience(session)
+            for session in self._others(look)
+            if look.signs.get(session.worker_id) is Sign.HINT and session.worker_id in self.seen
+        )
+        return min((BootSeconds(at) for at in moments if at > look.asked_at), default=None)
+
     def healthy(self, now: BootSeconds, judged: Session) -> bool:
         """Whether this judge may conclude anything about ``judged`` from silence (rule (c) of O24, and O25).
 
@@ -171,8 +181,11 @@ class Judge:
         silent = self._silent_for(session, look)
         if _expired(session, look, self.limits) and silent >= self.limits.look * self._longest_lease(session):
             return How.EXPIRY
-        patience = self.limits.short_look * session.beat_interval * MICROSECOND
-        return How.HINT if sign is Sign.HINT and silent >= patience else None
+        return How.HINT if sign is Sign.HINT and silent >= self._patience(session) else None
+
+    def _patience(self, session: Session) -> float:
+        """Seconds of silence that a free hint needs beside it (O27)."""
+        return self.limits.short_look * session.beat_interval * MICROSECOND
 
     def _silent_for(self, session: Session, look: Look) -> float:
         """Seconds for which ``beat`` surely stood still: from the answer of the first look to the question of this."""

@@ -20,6 +20,10 @@ from deerflow_runs.store.units import Units
 class Lines(Protocol):
     """What one store offers beside its units of work. Nothing is connected by making one."""
 
+    @property
+    def proves(self) -> bool:
+        """Whether ``signs`` proves deaths, and asks no database for it."""
+
     def line(self) -> SessionLine:
         """A new line, not connected."""
 

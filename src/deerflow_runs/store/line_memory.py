@@ -28,6 +28,11 @@ class MemoryLines:
         self._units = units
         self._hub = Hub()
 
+    @property
+    def proves(self) -> bool:
+        """See ``Lines.proves``."""
+        return False
+
     def line(self) -> MemoryLine:
         """See ``Lines.line``."""
         return MemoryLine(self._units, self._hub)

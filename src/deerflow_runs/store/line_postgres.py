@@ -61,6 +61,11 @@ class PostgresLines:
         self._limits = limits or Limits()
         self._under_way: set[asyncio.Task[None]] = set()
 
+    @property
+    def proves(self) -> bool:
+        """See ``Lines.proves``."""
+        return False
+
     def line(self) -> PostgresLine:
         """See ``Lines.line``."""
         return PostgresLine(self._database, self._limits)

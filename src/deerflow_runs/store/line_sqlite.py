@@ -51,6 +51,11 @@ class SqliteLines:
         self._lock_timeout = lock_timeout
         self._hub = Hub()
 
+    @property
+    def proves(self) -> bool:
+        """See ``Lines.proves``."""
+        return True
+
     def line(self) -> SqliteLine:
         """See ``Lines.line``."""
         return SqliteLine(self._database, self._clock, self._lock_timeout, self._hub)

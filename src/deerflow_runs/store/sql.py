@@ -175,6 +175,11 @@ class SqlRunStore:
         """See ``RunStore.send``."""
         await self._lines.send(signal, to)
 
+    @property
+    def proves_deaths(self) -> bool:
+        """Whether ``signs`` proves that a session is dead, and asks no database for it: then it may be asked often."""
+        return self._lines.proves
+
     async def signs(self, sessions: Sequence[Session]) -> Mapping[WorkerId, Sign]:
         """See ``RunStore.signs``."""
         return await self._lines.signs(sessions)
