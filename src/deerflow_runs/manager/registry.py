@@ -15,7 +15,7 @@ from typing import Any, final
 
 from deerflow_runs.manager.executor import Executor
 from deerflow_runs.manager.lease import RunLease
-from deerflow_runs.model import Run, RunId, RunKey, ThreadId
+from deerflow_runs.model import Run, RunId, RunKey, ThreadId, WorkerId
 
 
 class Phase(Enum):
@@ -65,12 +65,13 @@ class Held:
 @final
 @dataclass(slots=True, eq=False)
 class Expected:
-    """A run that waits for its turn or for a slot and whose code is here. ``granted`` is set once it is held; ``gone``
-    once it ended without ever having been."""
+    """A run that waits for its turn or for a slot and whose code is here. ``granted`` is set once it is held, and
+    cancelled once it is given up. ``home`` is the session at which it waits, as far as is known here."""
 
     key: RunKey
     executor: Executor | None
     granted: asyncio.Future[Held]
+    home: WorkerId | None = None
 
     @property
     def open(self) -> bool:
@@ -82,13 +83,14 @@ class Expected:
 class Registry:
     """What is held (``slots`` of them at once), what is expected, and what lingers.
 
-    The whole mutable state: three dictionaries, a set and a number.
+    The whole mutable state: three dictionaries, two sets and a number.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._arriving = 0
         self._held: dict[RunId, Held] = {}
+        self._reservations: set[RunId] = set()
         self._by_thread: dict[ThreadId, dict[RunId, Held]] = {}
         self._expected: dict[RunId, Expected] = {}
         self._lingering: set[asyncio.Task[Any]] = set()
@@ -102,6 +104,8 @@ class Registry:
     def hold(self, held: Held) -> None:
         """It was granted. Whoever expected it is told."""
         self._held[held.run.run_id] = held
+        if held.run.reservation:
+            self._reservations.add(held.run.run_id)
         self._by_thread.setdefault(held.run.thread_id, {})[held.run.run_id] = held
         expected = self._expected.pop(held.run.run_id, None)
         if expected is not None:
@@ -113,6 +117,7 @@ class Registry:
         """It has ended, or it is somebody else's now. Repeating it is harmless; a newer grant of the same run stays."""
         if self._held.get(held.run.run_id) is held:
             del self._held[held.run.run_id]
+            self._reservations.discard(held.run.run_id)
             on_thread = self._by_thread[held.run.thread_id]
             del on_thread[held.run.run_id]
             if not on_thread:
@@ -149,8 +154,9 @@ class Registry:
 
     @property
     def free_slots(self) -> int:
-        """How many more runs this process may hold. Reservations take none: they are short, and hold no model."""
-        runs = sum(1 for held in self._held.values() if not held.run.reservation)
+        """How many more runs this process may hold. Reservations take none: they are short, and hold no model. Asked at
+        every admission, so nothing is counted here."""
+        runs = len(self._held) - len(self._reservations)
         return max(0, self._slots - runs - self._arriving)
 
     def take_slot(self) -> bool:
@@ -172,12 +178,13 @@ class Registry:
 
     # --- Expected ---------------------------------------------------------------------------------------------------
 
-    def expect(self, key: RunKey, executor: Executor | None) -> Expected:
+    def expect(self, run: Run, executor: Executor | None) -> Expected:
         """A run that waits; the same answer for the same run."""
-        known = self._expected.get(key.run_id)
+        known = self._expected.get(run.run_id)
         if known is None:
-            known = Expected(key, executor, asyncio.get_running_loop().create_future())
-            self._expected[key.run_id] = known
+            granted = asyncio.get_running_loop().create_future()
+            known = Expected(run.key, executor, granted, home=run.home_worker_id)
+            self._expected[run.run_id] = known
         return known
 
     def expected(self, run_id: RunId) -> Expected | None:
