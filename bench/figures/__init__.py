@@ -9,6 +9,7 @@ from typing import Final
 from bench.figures import (
     admission_while_one_hangs,
     beat,
+    crowded,
     drain,
     ended_runs,
     foreign_cancel,
@@ -29,6 +30,7 @@ FIGURES: Final[Mapping[str, ModuleType]] = MappingProxyType(
             recovery,
             restart,
             outage,
+            crowded,
             beat,
             round_trips,
             admission_while_one_hangs,

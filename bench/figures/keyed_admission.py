@@ -20,7 +20,6 @@ from deerflow_runs.protocol.lifecycle import RunEvent
 
 TITLE: Final = "Admission with an idempotency key"
 
-PAST: Final = 100_000
 WORKER: Final = WorkerId("host:past")
 
 
@@ -31,9 +30,9 @@ def measure(bench: Bench) -> Measured:
 
 
 async def _on(bench: Bench, kind: str) -> list[Line]:
-    old, new = bench.fresh(kind), bench.fresh(kind)
+    old, new, ended = bench.fresh(kind), bench.fresh(kind), bench.pick(100_000, 10_000)
     async with store_at(old) as past, store_at(new) as none:
-        await _fill(past, old, PAST)
+        await _fill(past, old, ended)
         async with RunManager(past) as with_past, RunManager(none) as without:
             rounds = [
                 await _round(with_past, without, f"{number}", bench.pick(60, 25))
@@ -44,7 +43,7 @@ async def _on(bench: Bench, kind: str) -> list[Line]:
         return [times[one] / times[other] for times in rounds]
 
     return [
-        line(f"{kind}, with a key, {PAST:,} ended runs", [times["keyed"] for times in rounds], "ms"),
+        line(f"{kind}, with a key, {ended:,} ended runs", [times["keyed"] for times in rounds], "ms"),
         line(f"{kind}, the same ÷ without a key", ratio("keyed", "unkeyed"), "x", Target(2.0)),
         line(f"{kind}, the same ÷ with a key and no past", ratio("keyed", "no past"), "x", Target(2.0)),
         line(f"{kind}, a repeated key ÷ without a key", ratio("repeated", "unkeyed"), "x"),

@@ -27,8 +27,8 @@ QUICK: Final = {"lease": 2.0, "lease_floor": 0.5, "grace": 1.0}
 
 def measure(bench: Bench) -> Measured:
     """One outage; a short one with short leases if there is little time."""
-    away, settings = bench.pick((60.0, {}), (10.0, QUICK))
-    lasting = [bench.random.uniform(1.0, away + 15.0) for _ in range(RUNS)]
+    away, after, settings = bench.pick((60.0, 15.0, {}), (10.0, 5.0, QUICK))
+    lasting = [bench.random.uniform(1.0, away + after) for _ in range(RUNS)]
     with bench.own_cluster() as cluster:
         upgrade(cluster.dsn())
         workers = [bench.worker(cluster.dsn(), **settings) for _ in range(WORKERS)]

@@ -34,10 +34,10 @@ def measure(bench: Bench) -> Measured:
 
 def _case(bench: Bench, case: str) -> list[Line]:
     kind, more, most = CASES[case]
-    rounds = bench.pick(6, 2)
+    rounds = bench.pick(6, 1)
     moments = [bench.random.uniform(0, 2.5) for _ in range(rounds)]
     databases = [bench.fresh(kind) + more for _ in moments]
-    at_once = 1 if kind == "SQLite" else bench.pick(3, 2)
+    at_once = 1 if kind == "SQLite" else 3
     with ThreadPoolExecutor(at_once) as pool:
         taken = list(pool.map(lambda dsn, moment: _one(bench, dsn, moment), databases, moments))
     return [
