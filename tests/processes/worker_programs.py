@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from deerflow_runs import CancelAction, Event, RunKey, RunsConfig, SqlRunStore, store_at
-from deerflow_runs.errors import DeerflowRunsError
 from deerflow_runs.manager.lease import RunLease
 from deerflow_runs.manager.manager import RunManager
 from deerflow_runs.model import Micros
@@ -207,7 +206,7 @@ class Program:
     async def _answer(self, number: int, command: str, arguments: Mapping[str, Any]) -> None:
         try:
             answer = ("ok", await getattr(self, command)(**arguments))
-        except (DeerflowRunsError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - whoever asked is told, whatever it is
             answer = ("error", (type(error).__name__, str(error)))
         self._pipe.send((number, *answer))
 
