@@ -258,6 +258,11 @@ class Run:
         return self.kind is not OperationKind.RUN
 
     @property
+    def delayed(self) -> bool:
+        """Admitted for later: exact whatever the clock does, as both instants come from one reading of it."""
+        return self.due_at > self.created_at
+
+    @property
     def rolled_back(self) -> bool:
         """Ended by a rollback: its thread is as if it had never run, and its row is kept for audit."""
         return self.status is RunStatus.INTERRUPTED and self.stop_reason == StopReason.ROLLBACK

@@ -434,7 +434,7 @@ def delayed_one_loses_its_place(past: Past) -> None:
     past.waits("first", due_at=Micros(30), created_at=Micros(30))
     with past.together():
         past.ends()
-        past.becomes("first", **ACTIVE)
+        past.becomes("first", **ACTIVE, updated_at=Micros(30))
 
 
 def newcomer_starts_before_one_that_waits(past: Past) -> None:

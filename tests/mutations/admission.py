@@ -142,7 +142,7 @@ MUTATIONS: Final = [
     change(
         "enqueue waits for a run that is not due",
         "O2",
-        "any(run.due_at <= view.facts.now for run in view.queued)",
+        "any(is_due(run, view.facts.now) for run in view.queued)",
         "any(view.queued)",
     ),
     change(

@@ -141,7 +141,7 @@ MUTATIONS: Final[list[AnyMutation]] = [
     guard(
         "SQL: only what is late is due",
         "O7",
-        "DUE → R.due_at <= dialect.now",
+        "DUE → due(R, dialect)",
         "R.due_at > dialect.now",
         table(E.PROMOTE, S.QUEUED),
     ),
@@ -331,7 +331,7 @@ MUTATIONS: Final[list[AnyMutation]] = [
     clause(
         "SQL: who is not due yet may be first",
         "O7",
-        'waiting.c.status == word("queued"), waiting.c.due_at <= dialect.now)',
+        'waiting.c.status == word("queued"), due(waiting.c, dialect))',
         'waiting.c.status == word("queued"))',
         says("a run that is not due is not let in when the thread becomes free"),
     ),

@@ -116,8 +116,8 @@ ARRIVALS: Final[list[AnyMutation]] = [
         "an enqueued run waits for one that is for later",
         "O2",
         "arrivals",
-        "    due = [waiting.c.due_at <= dialect.now] if only_due else []\n",
-        "    due = []\n",
+        "    their_time = [due(waiting.c, dialect)] if only_due else []\n",
+        "    their_time = []\n",
         meets("enqueue", "a delayed run"),
     ),
     change(
@@ -148,9 +148,8 @@ ARRIVALS: Final[list[AnyMutation]] = [
         "a newcomer that is not let in leaves its flag",
         "O5",
         "arrivals",
-        "    run = _insert_or_again(connection, dialect, newcomer, "
-        "_queueing(dialect, newcomer.max_queued is not None))\n    return Admitted(run, to_run(behind))\n",
-        "    run = _insert(connection, dialect, newcomer, _queueing(dialect, newcomer.max_queued is not None))\n"
+        "    return Admitted(_insert_or_again(connection, dialect, newcomer, queueing), to_run(behind))\n",
+        "    run = _insert(connection, dialect, newcomer, queueing)\n"
         "    return None if run is None else Admitted(run, to_run(behind))\n",
         says("a known key answers its run whatever the strategy and changes nothing"),
     ),

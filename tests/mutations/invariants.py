@@ -216,7 +216,7 @@ MUTATIONS: Final[list[AnyMutation]] = [
         "a delayed run may not wait on an idle thread",
         "O7",
         "judging/threads",
-        "for run in self.world.queued(thread_id) if not delayed(run)]",
+        "for run in self.world.queued(thread_id) if not run.delayed]",
         "for run in self.world.queued(thread_id)]",
         _HONEST,
     ),

@@ -148,8 +148,10 @@ QUEUE: Final = [
         "a queue's limit is not looked at once its incumbent is held",
         "I19",
         "arrivals",
-        "_insert_or_again(connection, dialect, newcomer, _queueing(dialect, newcomer.max_queued is not None))",
-        "_insert_or_again(connection, dialect, newcomer, _queueing(dialect, False))",
+        "    queueing = _queueing(dialect, newcomer.delayed, newcomer.max_queued is not None)\n"
+        "    return Admitted(_insert_or_again(connection, dialect, newcomer, queueing), to_run(behind))\n",
+        "    queueing = _queueing(dialect, newcomer.delayed, False)\n"
+        "    return Admitted(_insert_or_again(connection, dialect, newcomer, queueing), to_run(behind))\n",
         ARRIVALS + "test_a_queue_never_grows_beyond_its_limit",
     ),
     store(

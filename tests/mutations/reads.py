@@ -166,8 +166,8 @@ OPEN: Final = [
         "a sweep promotes on held threads",
         "O7",
         "reads",
-        "R.due_at <= dialect.now, ~thread_active())",
-        "R.due_at <= dialect.now)",
+        "idle = and_(WAITING, due(R, dialect), ~thread_active())",
+        "idle = and_(WAITING, due(R, dialect))",
         READS + "test_a_due_run_on_an_idle_thread_is_found_and_one_behind_another_is_not",
     ),
     change(

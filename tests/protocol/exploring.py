@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deerflow_runs.model import CancelAction, Run, RunStatus
+from deerflow_runs.protocol.decision import is_due
 from deerflow_runs.testing.world import World
 from tests.protocol.country import Country, Move, crashes, leaves, opens, sweeps, time_passes
 
@@ -105,7 +106,7 @@ def _arrival_broken(newcomer: Run, world: World) -> str:
 
 def _overtaken(run: Run, world: World) -> str:
     for waiting in world.queue(run.thread_id):
-        if waiting.due_at <= world.now and (waiting.due_at, waiting.seq) < (run.due_at, run.seq):
+        if is_due(waiting, world.now) and (waiting.due_at, waiting.seq) < (run.due_at, run.seq):
             return "I17: a later run was promoted first"
     return ""
 
@@ -115,7 +116,7 @@ def _threads_broken(world: World) -> str:
     if len(active) != len(set(active)):
         return "I1: two operations are active on one thread"
     for run in world.runs.values():
-        if run.status is RunStatus.QUEUED and run.due_at == run.created_at and run.thread_id not in active:
+        if run.status is RunStatus.QUEUED and not run.delayed and run.thread_id not in active:
             return "I7: a run that was never delayed waits on an idle thread"
     return ""
 

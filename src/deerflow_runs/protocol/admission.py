@@ -7,7 +7,7 @@ statement found no room. No I/O and no clock here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, assert_never, final
 
@@ -25,7 +25,7 @@ from deerflow_runs.model import (
     ThreadId,
     WorkerId,
 )
-from deerflow_runs.protocol.decision import Actor, Applied, Facts, Given, decide
+from deerflow_runs.protocol.decision import Actor, Applied, Facts, Given, decide, is_due
 from deerflow_runs.protocol.lifecycle import RunEvent
 
 
@@ -278,7 +278,7 @@ def _reject(newcomer: Newcomer, view: ThreadView) -> Plan:
 def _enqueue(newcomer: Newcomer, view: ThreadView) -> Plan:
     if view.active is not None:
         return _wait(newcomer, view)
-    due = any(run.due_at <= view.facts.now for run in view.queued)
+    due = any(is_due(run, view.facts.now) for run in view.queued)
     return PromoteFirst() if due else Enter()
 
 
@@ -294,6 +294,16 @@ def _displace(action: CancelAction, view: ThreadView) -> Displace | Deny:
     if view.active is not None and view.active.reservation:
         return Deny(view.active, _retry_after(view))
     return Displace(action, view.active, view.queued)
+
+
+def admitted_at(newcomer: Newcomer, waiting: Iterable[Run], now: Micros) -> Micros:
+    """The instant that a newcomer's row bears as its admission; ``waiting`` are those queued on its thread.
+
+    The store's now, but for one that is not delayed never before another such one that waits: the clock may have been
+    set back between the two, and whoever was never delayed starts in order of admission (I17).
+    """
+    earlier = () if newcomer.delayed else (run.created_at for run in waiting if not run.delayed)
+    return Micros(max((now, *earlier)))
 
 
 def _retry_after(view: ThreadView) -> int:

@@ -184,7 +184,7 @@ def holds(guard: Guard, run: Run, by: Actor, facts: Facts, given: Given) -> bool
         case Guard.UNOWNED:
             return run.owner_worker_id is None
         case Guard.DUE:
-            return run.due_at <= facts.now
+            return is_due(run, facts.now)
         case Guard.READY:
             return run.not_before <= facts.now
         case Guard.CAPABLE:
@@ -232,6 +232,12 @@ def holds(guard: Guard, run: Run, by: Actor, facts: Facts, given: Given) -> bool
             return facts.first_due
         case _:
             assert_never(guard)
+
+
+def is_due(run: Run, now: Micros) -> bool:
+    """Whether a waiting run's time has come. That of one that was never delayed came with it: a clock that was set
+    back since has no say, or the run would wait on an idle thread until it has caught up (I7)."""
+    return run.due_at <= max(now, run.created_at)
 
 
 def _dead(session: SessionFacts | None) -> bool:

@@ -13,6 +13,7 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
+    FromClause,
     Select,
     and_,
     bindparam,
@@ -22,6 +23,7 @@ from sqlalchemy import (
     or_,
     select,
     true,
+    union_all,
     update,
 )
 
@@ -44,6 +46,8 @@ from deerflow_runs.store.clauses import (
     Shape,
     assignments,
     at_key,
+    delayed,
+    due,
     guards,
     key_parameters,
     parameters,
@@ -95,8 +99,8 @@ def wait_behind(connection: Connection, dialect: Dialect, newcomer: Newcomer, gi
     behind = _flag(dialect, unless_cleared=True).run(connection, bag).one_or_none()
     if behind is None:
         return None
-    run = _insert_or_again(connection, dialect, newcomer, _queueing(dialect, newcomer.max_queued is not None))
-    return Admitted(run, to_run(behind))
+    queueing = _queueing(dialect, newcomer.delayed, newcomer.max_queued is not None)
+    return Admitted(_insert_or_again(connection, dialect, newcomer, queueing), to_run(behind))
 
 
 def _insert(connection: Connection, dialect: Dialect, newcomer: Newcomer, statement: Statement) -> Run | None:
@@ -111,8 +115,8 @@ def _insert(connection: Connection, dialect: Dialect, newcomer: Newcomer, statem
 def _entering(dialect: Dialect, take: bool, only_due: bool | None, limited: bool = False) -> Statement:  # noqa: FBT001, FBT002 - cached
     waiting = runs.alias("waiting")
     queued = and_(waiting.c.thread_id == bindparam("p_thread"), waiting.c.status == word(RunStatus.QUEUED))
-    due = [waiting.c.due_at <= dialect.now] if only_due else []
-    nobody_waits = ~select(literal_column("1")).select_from(waiting).where(queued, *due).exists()
+    their_time = [due(waiting.c, dialect)] if only_due else []
+    nobody_waits = ~select(literal_column("1")).select_from(waiting).where(queued, *their_time).exists()
     if limited:
         room = _active_of_user().scalar_subquery() < bindparam("p_max_active", type_=BigInteger)
         return _insertion(dialect, RunStatus.PENDING, take, and_(nobody_waits, room))
@@ -120,12 +124,13 @@ def _entering(dialect: Dialect, take: bool, only_due: bool | None, limited: bool
 
 
 @cache
-def _queueing(dialect: Dialect, limited: bool) -> Statement:  # noqa: FBT001 - cached
+def _queueing(dialect: Dialect, later: bool, limited: bool) -> Statement:  # noqa: FBT001 - cached
     waiting = runs.alias("waiting")
     queued = and_(waiting.c.thread_id == bindparam("p_thread"), waiting.c.status == word(RunStatus.QUEUED))
     length = select(func.count()).select_from(waiting).where(queued).scalar_subquery()
     room = length < bindparam("p_max_queued", type_=BigInteger) if limited else true()
-    return _insertion(dialect, RunStatus.QUEUED, False, room)
+    reading = _reading(dialect) if later else _reading_behind_others(dialect)
+    return _insertion(dialect, RunStatus.QUEUED, False, room, reading)
 
 
 def _active_of_user() -> Select[Any]:
@@ -140,9 +145,32 @@ def _active_of_user() -> Select[Any]:
     return select(func.count()).select_from(theirs).where(counted)
 
 
-def _insertion(dialect: Dialect, status: RunStatus, take: bool, where: ColumnElement[bool]) -> Statement:  # noqa: FBT001
-    values = _row(dialect, status, take=take)
-    rows = select(*(value.label(name) for name, value in values.items())).where(where)
+def _reading(dialect: Dialect) -> FromClause:
+    """One reading of the clock for all instants of a row, so that they tell exactly whether it was delayed. Neither
+    database takes a subquery apart that has no table: PostgreSQL because the clock is volatile."""
+    return select(dialect.now.label("at")).subquery("reading")
+
+
+def _reading_behind_others(dialect: Dialect) -> FromClause:
+    """See ``admission.admitted_at``. Whoever queues up not delayed holds the incumbent's row, in a statement before
+    this one: those before it are seen, those after it see it."""
+    waiting = runs.alias("never_delayed")
+    queued = and_(waiting.c.thread_id == bindparam("p_thread"), waiting.c.status == word(RunStatus.QUEUED))
+    earlier = select(waiting.c.created_at).where(queued, ~delayed(waiting.c))
+    instants = union_all(select(dialect.now.label("at")), earlier).subquery("instants")
+    return select(func.max(instants.c.at).label("at")).subquery("reading")
+
+
+def _insertion(
+    dialect: Dialect,
+    status: RunStatus,
+    take: bool,  # noqa: FBT001 - cached by its callers
+    where: ColumnElement[bool],
+    reading: FromClause | None = None,
+) -> Statement:
+    reading = _reading(dialect) if reading is None else reading
+    values = _row(dialect, status, reading.c.at, take=take)
+    rows = select(*(value.label(name) for name, value in values.items())).select_from(reading).where(where)
     insertion = dialect.insert(runs).from_select(list(values), rows)
     # Without a target: the run id, the key and the thread's one slot all mean "look who is there".
     return Statement.of(insertion.on_conflict_do_nothing().returning(*narrow()))
@@ -172,8 +200,9 @@ CALLERS: Final = (
 """Columns that are stored as the newcomer gave them."""
 
 
-def _row(dialect: Dialect, status: RunStatus, *, take: bool) -> dict[str, ColumnElement[Any]]:
-    """The columns of a new row. What arrives owned has its first epoch and attempt; what waits has none yet."""
+def _row(dialect: Dialect, status: RunStatus, now: ColumnElement[int], *, take: bool) -> dict[str, ColumnElement[Any]]:
+    """The columns of a row admitted ``now``. What arrives owned has its first epoch and attempt; what waits has none
+    yet."""
     zero, one, empty = literal_column("0", BigInteger), literal_column("1", BigInteger), word("{}")
     given = {name: bindparam(f"p_{name}", type_=R[name].type) for name in CALLERS}
     counted = ("input_tokens", "output_tokens", "total_tokens", "llm_calls", "message_count")
@@ -183,19 +212,19 @@ def _row(dialect: Dialect, status: RunStatus, *, take: bool) -> dict[str, Column
         "operation_kind": bindparam("p_kind", type_=R.operation_kind.type),
         "status": word(status),
         "seq": dialect.counter("seq"),
-        "due_at": dialect.now + bindparam("p_delay", type_=BigInteger),
+        "due_at": now + bindparam("p_delay", type_=BigInteger),
         "owner_worker_id": bindparam("p_worker", type_=R.owner_worker_id.type) if take else null(),
         "epoch": one if take else zero,
         "attempt": one if take else zero,
-        "granted_at": dialect.now if take else null(),
-        "not_before": dialect.now + bindparam("p_delay", type_=BigInteger),
+        "granted_at": now if take else null(),
+        "not_before": now + bindparam("p_delay", type_=BigInteger),
         "queue_behind": literal_column("false"),
         "base_known": literal_column("false"),
         "base_heads": empty,
         "tokens_by_model": empty,
         "tokens_by_caller": empty,
-        "created_at": dialect.now,
-        "updated_at": dialect.now,
+        "created_at": now,
+        "updated_at": now,
     }
     return fixed | dict.fromkeys(counted, zero) | given
 
@@ -304,7 +333,7 @@ def _queue_up(connection: Connection, dialect: Dialect, newcomer: Newcomer, behi
             raise StartAgain
         incumbent = to_run(row)
     # Counted again: who queues behind an incumbent holds its row and not the lock (O2).
-    queueing = _queueing(dialect, newcomer.max_queued is not None)
+    queueing = _queueing(dialect, newcomer.delayed, newcomer.max_queued is not None)
     return Admitted(_insert_or_again(connection, dialect, newcomer, queueing), incumbent)
 
 
@@ -319,7 +348,7 @@ def _displace(connection: Connection, dialect: Dialect, newcomer: Newcomer, plan
         if row is None:
             raise StartAgain
         incumbent = to_run(row)
-        run = _insert_or_again(connection, dialect, newcomer, _queueing(dialect, False))
+        run = _insert_or_again(connection, dialect, newcomer, _queueing(dialect, newcomer.delayed, False))
     else:
         run = _insert_or_again(connection, dialect, newcomer, _entering(dialect, newcomer.take, None))
     # Not those of the plan: until the slot was taken, enqueued runs could still arrive (O2).

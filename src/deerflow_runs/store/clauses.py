@@ -11,6 +11,7 @@ from typing import Any, Final, assert_never, final
 
 from sqlalchemy import (
     BigInteger,
+    Column,
     ColumnElement,
     Integer,
     ScalarSelect,
@@ -26,6 +27,7 @@ from sqlalchemy import (
     select,
     true,
 )
+from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
 from deerflow_runs.model import NO_USAGE, Json, RunKey, RunStatus, SessionState, StopReason, Usage
 from deerflow_runs.protocol.decision import Actor, Given
@@ -109,7 +111,7 @@ def condition(guard: Guard, dialect: Dialect) -> ColumnElement[bool]:  # noqa: P
         case Guard.UNOWNED:
             return R.owner_worker_id.is_(null())
         case Guard.DUE:
-            return R.due_at <= dialect.now
+            return due(R, dialect)
         case Guard.READY:
             return R.not_before <= dialect.now
         case Guard.CAPABLE:
@@ -213,10 +215,24 @@ def thread_active() -> ColumnElement[bool]:
     return select(literal_column("1")).select_from(other).where(same).exists()
 
 
+RunColumns = ReadOnlyColumnCollection[str, Column[Any]]
+"""Of ``dr_runs`` or one of its aliases."""
+
+
+def due(run: RunColumns, dialect: Dialect) -> ColumnElement[bool]:
+    """The SQL reading of ``decision.is_due``. One comparison: an OR would let SQLite look into its index twice."""
+    return run.due_at <= dialect.later(dialect.now, run.created_at)
+
+
+def delayed(run: RunColumns) -> ColumnElement[bool]:
+    """The SQL reading of ``Run.delayed``."""
+    return run.due_at > run.created_at
+
+
 def first_due(thread_id: ColumnElement[Any], dialect: Dialect) -> ScalarSelect[str]:
     """The waiting run whose turn it is on a thread, by (due_at, seq) of those due."""
     waiting = runs.alias("waiting")
-    mine = and_(waiting.c.thread_id == thread_id, waiting.c.status == word("queued"), waiting.c.due_at <= dialect.now)
+    mine = and_(waiting.c.thread_id == thread_id, waiting.c.status == word("queued"), due(waiting.c, dialect))
     return select(waiting.c.run_id).where(mine).order_by(waiting.c.due_at, waiting.c.seq).limit(1).scalar_subquery()
 
 

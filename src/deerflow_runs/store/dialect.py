@@ -43,11 +43,13 @@ class Dialect:
 
     ``now`` is the store's clock in microseconds; it moves inside a statement's transaction. ``contained(column, name)``
     says that every element of a JSON list column is in the JSON list bound as ``name``; ``united`` is the union of the
-    two; ``json_object`` builds JSON text from columns; ``pairs`` turns a JSON object column into rows (key, value).
+    two; ``json_object`` builds JSON text from columns; ``pairs`` turns a JSON object column into rows (key, value);
+    ``later`` is the later of two instants, neither of them null.
     """
 
     kind: DatabaseKind
     now: ColumnElement[int]
+    later: Callable[[ColumnElement[Any], ColumnElement[Any]], ColumnElement[int]]
     writes_in_ctes: bool
     insert: Callable[[Any], Any]
     counter: Callable[[Counter], ColumnElement[int]]
@@ -135,6 +137,7 @@ POSTGRES: Final = Dialect(
     kind=DatabaseKind.POSTGRES,
     # clock_timestamp(), not now(): the latter stands still while a statement waits for a lock.
     now=literal_column("CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)", BigInteger),
+    later=lambda one, other: func.greatest(one, other, type_=BigInteger),
     writes_in_ctes=True,
     insert=postgres_insert,
     counter=_postgres_counter,
@@ -207,6 +210,7 @@ def _sqlite_drawn(connection: Connection, counter: Counter) -> None:
 SQLITE: Final = Dialect(
     kind=DatabaseKind.SQLITE,
     now=func.dr_now(type_=BigInteger),
+    later=lambda one, other: func.max(one, other, type_=BigInteger),
     writes_in_ctes=False,
     insert=sqlite_insert,
     counter=_sqlite_counter,

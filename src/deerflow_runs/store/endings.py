@@ -43,6 +43,7 @@ from deerflow_runs.store.clauses import (
     assignments,
     at_key,
     condition,
+    due,
     first_due,
     guards,
     key_parameters,
@@ -418,7 +419,7 @@ def _promote_many(dialect: Dialect) -> Statement:
     mine = select(waiting.c.run_id).where(
         waiting.c.thread_id == wanted.c.thread_id,
         waiting.c.status == word(RunStatus.QUEUED),
-        waiting.c.due_at <= dialect.now,
+        due(waiting.c, dialect),
         # Who holds a thread locks its waiting runs; a head locked on another's thread would be waited for in a ring.
         ~busy.correlate(wanted).exists(),
     )

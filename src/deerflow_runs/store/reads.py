@@ -58,6 +58,7 @@ from deerflow_runs.store.base import Counts, Page, RunFilter, TokenTotals, Visib
 from deerflow_runs.store.clauses import (
     R,
     at_key,
+    due,
     guards,
     key_parameters,
     parameters,
@@ -352,8 +353,8 @@ def idle_threads_with_due_runs(connection: Connection, dialect: Dialect, limit: 
 
 @cache
 def _idle(dialect: Dialect) -> Statement:
-    due = and_(WAITING, R.due_at <= dialect.now, ~thread_active())
-    threads = select(R.thread_id).where(due).group_by(R.thread_id).order_by(func.min(R.due_at), R.thread_id)
+    idle = and_(WAITING, due(R, dialect), ~thread_active())
+    threads = select(R.thread_id).where(idle).group_by(R.thread_id).order_by(func.min(R.due_at), R.thread_id)
     return Statement.of(threads.limit(bindparam("p_limit", type_=BigInteger)))
 
 
@@ -368,7 +369,7 @@ def next_due(connection: Connection, dialect: Dialect) -> Micros | None:
 
 @cache
 def _next_due(dialect: Dialect) -> Statement:
-    return Statement.of(select(func.min(R.due_at) - dialect.now).where(WAITING, R.due_at > dialect.now))
+    return Statement.of(select(func.min(R.due_at) - dialect.now).where(WAITING, ~due(R, dialect)))
 
 
 WAITS_BYTES: Final = 16 * 1024

@@ -14,7 +14,7 @@ from typing import Final, final
 
 from deerflow_runs.model import Micros, Run, RunId, RunStatus, StopReason, WorkerId
 from deerflow_runs.protocol.admission import Newcomer, Reuse
-from deerflow_runs.protocol.decision import Applied, Decision
+from deerflow_runs.protocol.decision import Applied, Decision, is_due
 from deerflow_runs.protocol.lifecycle import TRANSITIONS, RunEvent
 from deerflow_runs.store.base import Admission, Admitted
 
@@ -81,7 +81,7 @@ class HistoryChecker:
         self.saw(rows)
         held = {run.thread_id for run in rows if run.active}
         for run in rows:
-            late = run.status is RunStatus.QUEUED and run.due_at <= now and run.thread_id not in held
+            late = run.status is RunStatus.QUEUED and is_due(run, now) and run.thread_id not in held
             _require(not late, f"I7: {run} is due on an idle thread after a sweep")
 
     def _now(self, rows: Mapping[RunId, Run]) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _require(holds: bool, otherwise: str) -> None:  # noqa: FBT001 - a condition
 
 def _out_of_order(runs: Iterable[Run]) -> Iterator[str]:
     """I17: those that were never for later start in the order in which they came."""
-    started = sorted((run for run in runs if run.turn is not None), key=lambda run: (run.due_at, run.seq))
+    started = sorted((run for run in runs if run.turn is not None), key=lambda run: run.seq)
     for earlier, later in pairwise(started):
         if (earlier.turn or 0) > (later.turn or 0):
             yield f"I17: {later} started before {earlier}"

@@ -37,9 +37,20 @@ from deerflow_runs.protocol.admission import (
     Reuse,
     ThreadView,
     Wait,
+    admitted_at,
     plan_admission,
 )
-from deerflow_runs.protocol.decision import NOTHING_GIVEN, Actor, Applied, Decision, Facts, Given, SessionFacts, decide
+from deerflow_runs.protocol.decision import (
+    NOTHING_GIVEN,
+    Actor,
+    Applied,
+    Decision,
+    Facts,
+    Given,
+    SessionFacts,
+    decide,
+    is_due,
+)
 from deerflow_runs.protocol.judge import How, Verdict
 from deerflow_runs.protocol.lifecycle import TRANSITIONS, Into, RunEvent
 from deerflow_runs.testing.arrival import arrival
@@ -144,7 +155,7 @@ class World:
 
     def first_due(self, thread_id: ThreadId) -> Run | None:
         """The run whose turn it is once the thread is free."""
-        return next((run for run in self.queue(thread_id) if run.due_at <= self.now), None)
+        return next((run for run in self.queue(thread_id) if is_due(run, self.now)), None)
 
     def facts(self, run: Run | None, by: Actor) -> Facts:
         """What a statement about ``run`` would see beside its row."""
@@ -232,7 +243,8 @@ class World:
 
     def _insert(self, newcomer: Newcomer, status: RunStatus) -> Run:
         self.seq += 1
-        run = arrival(newcomer, status, now=self.now, seq=self.seq)
+        waiting = self.queue(newcomer.thread_id) if status is RunStatus.QUEUED else ()
+        run = arrival(newcomer, status, now=admitted_at(newcomer, waiting, self.now), seq=self.seq)
         self.runs[run.run_id] = run
         if newcomer.idempotency_key is not None:
             self.keys[newcomer.idempotency_scope, newcomer.idempotency_key] = run.run_id

@@ -75,11 +75,6 @@ def place(run: Run) -> tuple[int, int]:
     return (run.due_at, run.seq)
 
 
-def delayed(run: Run) -> bool:
-    """It was admitted for later."""
-    return run.due_at > run.created_at
-
-
 class Judge:
     """Judges some invariants while a history is replayed into ``world``; every hook may be left out."""
 

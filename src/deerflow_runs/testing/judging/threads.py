@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Final, final
 
 from deerflow_runs.model import Run, RunStatus, Strategy, ThreadId
+from deerflow_runs.protocol.decision import is_due
 from deerflow_runs.testing.invariants import Expected, Violation
-from deerflow_runs.testing.judging.base import Judge, World, delayed, fault, place
+from deerflow_runs.testing.judging.base import Judge, World, fault, place
 from deerflow_runs.testing.recorded import Change, RunChanged
 
 DISPLACING: Final = frozenset({Strategy.INTERRUPT, Strategy.ROLLBACK})
@@ -41,21 +42,27 @@ class Queues(Judge):
             return
         waiting = self.world.queued(change.after.thread_id)
         if change.promoted:
-            yield from _passed_over(change, change.after, waiting, "was promoted")
-        if change.started and (change.before is None or change.before.turn is None) and not delayed(change.after):
-            yield from _passed_over(change, change.after, [run for run in waiting if not delayed(run)], "started")
+            yield from _passed_over(change, change.after, _first_in_queue(change.after, waiting), "was promoted")
+        if change.started and (change.before is None or change.before.turn is None) and not change.after.delayed:
+            came_first = [run for run in waiting if not run.delayed and run.seq < change.after.seq]
+            yield from _passed_over(change, change.after, came_first, "started")
 
     def committed(self, changes: tuple[Change, ...]) -> Iterator[Violation]:
         """Look at the threads that a transaction has touched."""
         touched = {one.run.thread_id: one for one in changes if isinstance(one, RunChanged)}
         for thread_id, last in touched.items():
             if not self.world.active(thread_id):
-                idle = [run for run in self.world.queued(thread_id) if not delayed(run)]
+                idle = [run for run in self.world.queued(thread_id) if not run.delayed]
                 yield from (fault("I7", run, "waits on an idle thread", last) for run in idle)
 
 
-def _passed_over(change: RunChanged, run: Run, waiting: list[Run], how: str) -> Iterator[Violation]:
-    earlier = [other for other in waiting if place(other) < place(run)]
+def _first_in_queue(run: Run, waiting: list[Run]) -> list[Run]:
+    """Those whose turn it was before a run that was promoted. The clock may have been set back since it was admitted:
+    a run that was not due when its row was changed has no turn yet."""
+    return [other for other in waiting if place(other) < place(run) and is_due(other, run.updated_at)]
+
+
+def _passed_over(change: RunChanged, run: Run, earlier: list[Run], how: str) -> Iterator[Violation]:
     if earlier:
         yield fault("I17", run, f"{how} before {earlier}", change)
 
