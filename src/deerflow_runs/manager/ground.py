@@ -22,6 +22,28 @@ from deerflow_runs.store.sql import SqlRunStore
 
 
 @final
+class _Telling:
+    """Tells all workers that there is work, once for any number of callers who say so meanwhile: a drain hands a
+    thousand runs over at once."""
+
+    def __init__(self) -> None:
+        self._wanted = self._under_way = False
+
+    async def tell(self, store: SqlRunStore) -> None:
+        """Return when it was told after this call began, or when somebody else is about to."""
+        self._wanted = True
+        if self._under_way:
+            return
+        self._under_way = True
+        try:
+            while self._wanted:
+                self._wanted = False
+                await store.send(Signal.WORK)
+        finally:
+            self._under_way = False
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class Ground:
     """Shared by all parts of one manager; belongs to its main loop. ``work`` is set when there may be runs to claim."""
@@ -34,6 +56,7 @@ class Ground:
     observe: Callable[[Event], None]
     capabilities: frozenset[str]
     work: asyncio.Event = field(default_factory=asyncio.Event)
+    _telling: _Telling = field(default_factory=_Telling, init=False, repr=False)
 
     @property
     def worker_id(self) -> WorkerId:
@@ -46,9 +69,9 @@ class Ground:
 
     async def work_appeared(self) -> None:
         """A run may have become vacant: look here, and tell the others. A signal is a hint; the sweeps are the promise
-        (O33)."""
+        (O33). What appears while one is being sent goes with one more."""
         self.work.set()
-        await self.store.send(Signal.WORK)
+        await self._telling.tell(self.store)
 
     async def wake_owner(self, owner: WorkerId | None) -> None:
         """A cancel was recorded on a run of ``owner``: it should read its requests now (O19)."""
