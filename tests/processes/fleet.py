@@ -15,13 +15,16 @@ import secrets
 import signal
 import sqlite3
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
+
+from sqlalchemy import Connection, text
 
 import tests.migrations.processes  # noqa: F401 - decides, first, which server of forks there is
 from deerflow_runs import EVERYONE, Run, RunId, RunKey, SqlRunStore, StoreUnavailable, ThreadId, WorkerId, store_at
@@ -30,9 +33,9 @@ from deerflow_runs.testing.invariants import Expected, Report, StepLogged, check
 from deerflow_runs.testing.postgres import PostgresCluster
 from deerflow_runs.testing.recorded import History, RunChanged
 from deerflow_runs.testing.recording import install_recording, read_history, steps_of
-from tests.migrations.databases import ask, do, is_sqlite
+from tests.migrations.databases import ask, do, is_sqlite, on
 from tests.processes.network import Wire
-from tests.processes.worker_executors import steps_logged
+from tests.processes.worker_executors import EXECUTORS, steps_logged
 from tests.processes.worker_programs import STEP, Plan, work
 
 DEADLINE: Final = 60.0
@@ -219,6 +222,25 @@ class Database:
             connection.execute("ROLLBACK")
             connection.close()
 
+    @contextmanager
+    def table_locked(self, table: str) -> Iterator[None]:
+        """Postgres: meanwhile nobody can even read the table."""
+        locked, done = threading.Event(), threading.Event()
+
+        def hold(connection: Connection) -> None:
+            connection.execute(text(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"))
+            locked.set()
+            done.wait(DEADLINE)
+
+        holder = threading.Thread(target=on, args=(self.dsn, hold))
+        holder.start()
+        locked.wait(DEADLINE)
+        try:
+            yield
+        finally:
+            done.set()
+            holder.join()
+
     def may_be_written(self) -> bool:
         """SQLite: whether nobody is inside a transaction that writes."""
         connection = sqlite3.connect(self.dsn.removeprefix("sqlite:///"), isolation_level=None, timeout=0.2)
@@ -275,9 +297,12 @@ class Fleet:
 
     # --- Workers ----------------------------------------------------------------------------------------------------
 
-    async def starts(self, count: int = 1, *, wired: bool = False, **settings: Any) -> list[Worker]:
-        """So many workers, when their sessions are open. ``wired``: each has a network of its own (Postgres)."""
-        started = [await self._start(wired, settings) for _ in range(count)]
+    async def starts(
+        self, count: int = 1, *, wired: bool = False, muted: bool = False, **settings: Any
+    ) -> list[Worker]:
+        """So many workers, when their sessions are open. ``wired``: each has a network of its own (Postgres);
+        ``muted``: one that lets no notification through. ``executors``, ``dsn``: other ones than usual."""
+        started = [await self._start(settings, wired=wired or muted, muted=muted) for _ in range(count)]
         await asyncio.gather(*(worker.ready() for worker in started))
         return started
 
@@ -285,15 +310,17 @@ class Fleet:
         """One worker."""
         return (await self.starts(1, wired=wired, **settings))[0]
 
-    async def _start(self, wired: bool, settings: Mapping[str, Any]) -> Worker:
-        wire = await self.stack.enter_async_context(Wire()) if wired and not self.database.sqlite else None
-        dsn = self.database.dsn if wire is None else wire.dsn(self.database.dsn)
+    async def _start(self, settings: Mapping[str, Any], *, wired: bool, muted: bool) -> Worker:
         known = dict(settings)
-        executors = known.pop("executors", None)
-        plan = Plan(f"worker-{len(self.workers)}", dsn, self.logs, known, clock=self.database.clock)
-        if executors is not None:
-            plan = Plan(plan.name, dsn, self.logs, known, executors=tuple(executors), clock=self.database.clock)
-        worker = Worker(plan, wire)
+        dsn, executors = known.pop("dsn", self.database.dsn), tuple(known.pop("executors", EXECUTORS))
+        wire = None
+        if wired and not self.database.sqlite:
+            wire = await self.stack.enter_async_context(Wire())
+            dsn = wire.dsn(dsn)
+            if muted:
+                wire.mute()
+        name = f"worker-{len(self.workers)}"
+        worker = Worker(Plan(name, dsn, self.logs, known, executors, clock=self.database.clock), wire)
         self.workers.append(worker)
         return worker
 
@@ -387,6 +414,22 @@ class Fleet:
 
         events: list[dict[str, Any]] = await self.until(observed, f"{worker} observes {name}")
         return events
+
+    # --- Faults -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def hung(self, workers: Sequence[Worker]) -> Iterator[None]:
+        """Meanwhile the database answers none of the (wired) workers, and takes nothing from them; what was sent
+        arrives late. On a file, its lock is held."""
+        wires = [worker.wire for worker in workers if worker.wire is not None]
+        with self.database.locked() if self.database.sqlite else nullcontext():
+            for wire in wires:
+                wire.hold()
+            try:
+                yield
+            finally:
+                for wire in wires:
+                    wire.release()
 
     # --- Load -------------------------------------------------------------------------------------------------------
 

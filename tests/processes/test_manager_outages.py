@@ -7,8 +7,8 @@ import secrets
 
 import pytest
 
-from deerflow_runs import RunId, RunStatus
-from tests.processes.fleet import Fleet
+from deerflow_runs import RunId, RunKey, RunStatus
+from tests.processes.fleet import Fleet, Worker
 from tests.rules import rule
 
 pytestmark = pytest.mark.timeout(300)
@@ -46,21 +46,47 @@ async def test_a_database_that_hangs_for_three_leases_costs_no_run_and_starts_no
     await fleet.until_running(*keys)
     if fleet.database.sqlite:
         fleet.knows["healthy"] = [session for worker in workers for session in worker.sessions()]
-        with fleet.database.locked():
-            await asyncio.sleep(LEASES)
-    else:
-        for worker in workers:
-            assert worker.wire is not None
-            worker.wire.hold()
+    with fleet.hung(workers):
         await asyncio.sleep(LEASES)
-        for worker in workers:
-            assert worker.wire is not None
-            worker.wire.release()
     rows = await fleet.until_ended(*keys)
     assert {run.status for run in rows} == {RunStatus.SUCCESS}
     for worker in workers:
         assert worker.events("TrustEnded"), worker
         assert worker.events("TrustRegained", "SessionReplaced"), worker
+
+
+@rule("O12", "O30", "I8", "I11", "I20")
+async def test_runs_that_are_suspended_for_too_long_are_given_back_and_end_all_the_same(fleet: Fleet) -> None:
+    workers = await fleet.starts(2, wired=True, max_suspend=0.3)
+    keys = [await fleet.submits(worker, payload={"steps": 8, "pause": 0.1}) for worker in workers * 2]
+    await fleet.until_running(*keys)
+    with fleet.hung(workers):
+        await asyncio.sleep(1.8)
+    rows = await fleet.until_ended(*keys)
+    assert {run.status for run in rows} == {RunStatus.SUCCESS}
+    aborted = {event["run_id"] for worker in workers for event in worker.events("RunAborted")}
+    assert aborted
+    assert aborted <= {key.run_id for key in keys}
+
+
+@rule("O9", "O12", "I8", "I15", "I20", "P067")
+async def test_a_table_that_somebody_locks_costs_no_run(postgres_fleet: Fleet) -> None:
+    """For longer than a lease, and while callers ask for more."""
+    fleet = postgres_fleet
+    workers = await fleet.starts(2)
+    keys = [await fleet.submits(worker, payload={"steps": 8, "pause": 0.1}) for worker in workers * 2]
+    await fleet.until_running(*keys)
+    asked = asyncio.gather(*(_asks_later(fleet, worker) for worker in workers))
+    with fleet.database.table_locked("dr_runs"):
+        await asyncio.sleep(2.0)
+    keys += await asked
+    rows = await fleet.until_ended(*keys)
+    assert {run.status for run in rows} == {RunStatus.SUCCESS}
+
+
+async def _asks_later(fleet: Fleet, worker: Worker) -> RunKey:
+    await asyncio.sleep(0.5)
+    return await fleet.submits(worker, payload={"steps": 1})
 
 
 @rule("O9", "O12", "O13", "O14", "O18", "O24", "O26", "I2", "I4", "I8", "I20", "P021")

@@ -13,7 +13,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection as Pipe
@@ -42,7 +42,7 @@ class Plan:
     dsn: str
     logs: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
-    executors: tuple[str, ...] = tuple(EXECUTORS)
+    executors: Sequence[str] = tuple(EXECUTORS)
     connections: int = 3
     clock: Path | None = None
 
