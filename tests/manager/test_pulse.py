@@ -102,9 +102,9 @@ async def test_a_beat_is_waited_for_until_half_of_the_trust_is_gone_at_most() ->
         assert len(worker.told(events.BeatFailed)) == 1
 
 
-@rule("O10")
+@rule("O10", "F40")
 async def test_the_cost_of_a_beat_is_the_same_for_one_run_and_for_a_thousand() -> None:
-    async def asked(runs: int) -> list[Verb]:
+    async def asked(runs: int) -> list[str]:
         async with Beating().living() as worker:
             for number in range(runs):
                 await worker.owns(f"run-{number}")
