@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection as Pipe
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, final
 
-from deerflow_runs import Event, Run, RunId, RunsConfig, SqlRunStore, store_at
+from deerflow_runs import Event, OnOrphan, Run, RunId, RunsConfig, SqlRunStore, store_at
 from deerflow_runs.manager.handle import RunHandle
 from deerflow_runs.manager.lease import RunLease
 from deerflow_runs.manager.manager import RunManager
@@ -189,7 +189,9 @@ async def _serve(pipe: Pipe, plan: Plan) -> None:
 # --- What several figures ask ---------------------------------------------------------------------------------------
 
 
-async def begin_runs(inside: Inside, count: int, seconds: float, *, local: bool = False) -> list[Any]:
+async def begin_runs(
+    inside: Inside, count: int, seconds: float, *, local: bool = False, on_orphan: OnOrphan | None = None
+) -> list[Any]:
     """So many runs on as many threads, once all of them are under way; their keys."""
 
     async def function(lease: RunLease) -> None:
@@ -200,7 +202,7 @@ async def begin_runs(inside: Inside, count: int, seconds: float, *, local: bool 
         asked = [
             inside.manager.submit(f"t-{os.getpid()}-{number + one}", function)
             if local
-            else inside.manager.submit(f"t-{os.getpid()}-{number + one}", WAIT, input=seconds)
+            else inside.manager.submit(f"t-{os.getpid()}-{number + one}", WAIT, input=seconds, on_orphan=on_orphan)
             for one in range(first, min(first + 50, count))
         ]
         inside.handles += await asyncio.gather(*asked)

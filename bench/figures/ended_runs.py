@@ -22,7 +22,7 @@ AT_ONCE: Final = 50
 def measure(bench: Bench) -> Measured:
     """In a process of its own."""
     with bench.worker(bench.sqlite()) as worker:
-        worker.ask(live, 1_000, "warm")
+        worker.ask(live, bench.pick(5_000, 1_000), "warm")
         objects, resident = worker.ask(weigh)
         worker.ask(live, RUNS, "more")
         objects_after, resident_after = worker.ask(weigh)

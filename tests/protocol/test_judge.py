@@ -213,6 +213,14 @@ def test_a_judge_knows_when_a_session_whose_lock_is_free_will_have_been_silent_f
     assert judge.looked(look(session(beat=8), seconds=3)).ripens(later) == at(8)
 
 
+@rule("O26")
+def test_a_judge_knows_when_a_death_without_proof_is_old_enough_to_end_runs_for_good() -> None:
+    dead = replace(session(), state=SessionState.DEAD, dead_at=micros(5010.0), lease=micros(15))
+    assert opened().ripens(look(dead, seconds=100, store=12)) == at(113)
+    assert opened().ripens(look(dead, seconds=100, store=26)) is None
+    assert opened().ripens(look(replace(dead, proven=True), seconds=100, store=12)) is None
+
+
 @rule("O27")
 def test_without_a_hint_two_silent_beats_prove_nothing() -> None:
     assert fast(5.0, Sign.NONE) == ()

@@ -70,7 +70,7 @@ class Sweeping:
 
     @property
     def ripens_at(self) -> BootSeconds | None:
-        """When a sweep could declare a session dead that the last one could not yet (O27)."""
+        """When a sweep could do for the runs of the dead what the last one could not yet (O26, O27)."""
         return self._ripens_at
 
     async def sees_death(self) -> bool:

@@ -152,14 +152,20 @@ class Judge:
         return tuple(Verdict(session.worker_id, session.beat, how, grace) for session, how in ways if how)
 
     def ripens(self, look: Look) -> BootSeconds | None:
-        """When a session whose hint is free will have been silent for long enough, if it stays so: a look at that time
-        finds it, instead of one that happens to come later. None: no hint is free, or the look may decide already."""
-        moments = (
+        """When there will be something to decide that this look could not, if nothing changes: a session whose hint is
+        free has been silent for long enough (O27), or a death without proof is old enough to end runs for good (O26).
+        None: there is no such time."""
+        silent = (
             self.seen[session.worker_id].since + self._patience(session)
             for session in self._others(look)
             if look.signs.get(session.worker_id) is Sign.HINT and session.worker_id in self.seen
         )
-        return min((BootSeconds(at) for at in moments if at > look.asked_at), default=None)
+        final = (
+            look.answered_at + (session.dead_at + session.lease - look.store_now) * MICROSECOND
+            for session in look.sessions
+            if session.dead_at is not None and not session.proven
+        )
+        return min((BootSeconds(at) for at in (*silent, *final) if at > look.answered_at), default=None)
 
     def healthy(self, now: BootSeconds, judged: Session) -> bool:
         """Whether this judge may conclude anything about ``judged`` from silence (rule (c) of O24, and O25).
