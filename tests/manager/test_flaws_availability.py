@@ -180,7 +180,7 @@ async def test_a_run_whose_worker_died_is_carried_out_by_another_one(store: SqlR
         while not neighbour.agent.begun:
             await neighbour.lives(1.0)
         neighbour.agent.go_on.set()
-        await neighbour.until(lambda: len(neighbour.registry) == 0)
+        await until(lambda: len(neighbour.registry) == 0)
     run = await neighbour.row(held.run)
     assert (run.status, run.attempt, run.settled_by) == (RunStatus.SUCCESS, 2, neighbour.me)
 

@@ -33,11 +33,12 @@ class Outcome:
 
     def given(self) -> Given:
         """As the store takes it."""
+        waits = ThreadOutcome.INTERRUPTED if self.status is RunStatus.INTERRUPTED else None
         return Given(
             stop_reason=self.stop_reason,
             error=self.error,
             usage=self.usage,
-            outcome=self.thread_outcome,
+            outcome=self.thread_outcome or waits,
             values=self.values,
             interrupts=self.interrupts,
             checkpoint=self.checkpoint,
