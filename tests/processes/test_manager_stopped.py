@@ -44,7 +44,7 @@ async def test_workers_that_were_stopped_past_their_leases_write_nothing_of_what
 ) -> None:
     """Ten stops and more of them; each of the runs is somewhere else in its life."""
     chance = random.Random(7)
-    *stopped, steady = await fleet.starts(4)
+    *stopped, _ = await fleet.starts(4)
     for _ in range(60 if soak else 4):
         held = [(worker, await fleet.submits(worker, payload={"steps": 12, "pause": 0.02})) for worker in stopped * 3]
         await fleet.until_started(*(key for _, key in held))
@@ -54,7 +54,6 @@ async def test_workers_that_were_stopped_past_their_leases_write_nothing_of_what
         for worker, key in held:
             await fenced_or_kept(fleet, worker, key)
     assert any(worker.events("SessionReplaced") for worker in stopped)
-    assert steady.trusted_throughout() or fleet.database.sqlite  # a stopped writer stops the file for all
 
 
 @rule("O14", "O34", "O12", "I8", "I11", "I20")
