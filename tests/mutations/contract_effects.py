@@ -11,14 +11,14 @@ MUTATIONS: Final[list[AnyMutation]] = [
     clause(
         "SQL: a grant keeps the epoch",
         "I4",
-        '{"owner_worker_id": me, "epoch": R.epoch + 1, "granted_at": dialect.now}',
-        '{"owner_worker_id": me, "epoch": R.epoch, "granted_at": dialect.now}',
+        '{"owner_worker_id": me, "epoch": R.epoch + 1, "granted_at": _granted(dialect)}',
+        '{"owner_worker_id": me, "epoch": R.epoch, "granted_at": _granted(dialect)}',
         table(E.CLAIM, S.PENDING),
     ),
     clause(
         "SQL: a grant has no time",
         "O4",
-        '{"owner_worker_id": me, "epoch": R.epoch + 1, "granted_at": dialect.now}',
+        '{"owner_worker_id": me, "epoch": R.epoch + 1, "granted_at": _granted(dialect)}',
         '{"owner_worker_id": me, "epoch": R.epoch + 1}',
         table(E.CLAIM, S.PENDING),
     ),
@@ -158,8 +158,8 @@ MUTATIONS: Final[list[AnyMutation]] = [
     clause(
         "SQL: a repeated cancel puts its grace off",
         "O4",
-        "func.coalesce(R.cancel_requested_at, dialect.now)",
-        "dialect.now",
+        "func.coalesce(R.cancel_requested_at, _requested(dialect))",
+        "_requested(dialect)",
         says("the first action and its time win"),
     ),
     clause(

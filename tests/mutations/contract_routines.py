@@ -79,7 +79,8 @@ ENDINGS: Final[list[AnyMutation]] = [
         "a session that leaves ends what others could go on with",
         "O35",
         "endings",
-        "    return [~and_(travels, condition(Guard.NO_CANCEL, dialect))] if event is RunEvent.SETTLE_CANCELLED else []\n",
+        "    return [~and_(travels, condition(Guard.NO_CANCEL, dialect))] "
+        "if event is RunEvent.SETTLE_CANCELLED else []\n",
         "    return []\n",
         says("a session that leaves ends what nobody else can go on with"),
     ),

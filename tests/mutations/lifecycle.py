@@ -82,14 +82,14 @@ EFFECTS: Final = [
     change(
         "a grant has the epoch of the one before",
         "I4",
-        '{"owner_worker_id": by.worker_id, "epoch": run.epoch + 1, "granted_at": facts.now}',
-        '{"owner_worker_id": by.worker_id, "epoch": run.epoch, "granted_at": facts.now}',
+        '{"owner_worker_id": by.worker_id, "epoch": run.epoch + 1, "granted_at": granted}',
+        '{"owner_worker_id": by.worker_id, "epoch": run.epoch, "granted_at": granted}',
         ONE_RUN,
     ),
     change(
         "a grant is not stamped",
         "O4",
-        '"epoch": run.epoch + 1, "granted_at": facts.now}',
+        '"epoch": run.epoch + 1, "granted_at": granted}',
         '"epoch": run.epoch + 1}',
     ),
     change(

@@ -33,6 +33,9 @@ LEASE: Final = Micros(15_000_000)
 PATIENCE: Final = Micros(30_000_000)
 """Longer than every wait there is: lease, grace, backoff and delay."""
 
+STEP: Final = Micros(6_000_000)
+"""Longer than a delay."""
+
 BACKOFF: Final = Given(backoff=Micros(1_000_000))
 STARTED_AT: Final = Micros(1_000_000_000)
 
@@ -105,7 +108,7 @@ class Country:
 
 _words = attrgetter(
     "run_id", "status", "owner_worker_id", "home_worker_id", "epoch", "attempt", "progress_epoch", "queue_behind",
-    "cancel_action", "turn", "stop_reason", "settled_by",
+    "cancel_action", "turn", "stop_reason", "settled_by", "delayed",
 )  # fmt: skip
 _instants = attrgetter("granted_at", "not_before", "due_at", "cancel_requested_at")
 _state = attrgetter("worker_id", "state", "proven")
@@ -168,6 +171,11 @@ def leaves(country: Country, name: str) -> None:
 def time_passes(country: Country) -> None:
     """Every wait that there was is over afterwards."""
     country.world.advance(PATIENCE)
+
+
+def clock_is_set_back(country: Country) -> None:
+    """By less than any wait takes, so that whoever waits for time gets it by what passes later."""
+    country.world.advance(-STEP)
 
 
 # --- The life of a run ----------------------------------------------------------------------------------------------

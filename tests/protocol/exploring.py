@@ -106,6 +106,8 @@ def _arrival_broken(newcomer: Run, world: World) -> str:
 
 def _overtaken(run: Run, world: World) -> str:
     for waiting in world.queue(run.thread_id):
+        if waiting.seq < run.seq and not waiting.delayed and not run.delayed:
+            return "I17: a run that was never delayed was promoted before one that came first"
         if is_due(waiting, world.now) and (waiting.due_at, waiting.seq) < (run.due_at, run.seq):
             return "I17: a later run was promoted first"
     return ""

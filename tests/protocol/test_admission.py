@@ -441,7 +441,8 @@ def test_a_displacing_newcomer_cancels_the_holder_ends_all_that_wait_and_comes_n
         "new": ("queued", None),
     }
     held_now = made.runs[RunId("held")]
-    assert (held_now.cancel_action, held_now.cancel_requested_at, held_now.queue_behind) == (ROLLBACK, NOW, True)
+    assert held_now.granted_at == NOW
+    assert (held_now.cancel_action, held_now.cancel_requested_at, held_now.queue_behind) == (ROLLBACK, NOW + 1, True)
     assert [receipt.run_id for receipt in made.receipts] == ["first", "later"]
 
 

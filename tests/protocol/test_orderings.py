@@ -47,6 +47,7 @@ def cancels(run: RunId) -> list[Move]:
 
 
 TIME = Move("time passes", c.time_passes)
+BACK = Move("the clock is set back", c.clock_is_set_back)
 
 
 # --- One run --------------------------------------------------------------------------------------------------------
@@ -112,6 +113,23 @@ def test_whoever_interrupts_a_rollback_it_leaves_nothing_behind_and_ends() -> No
     around = moves("ab", [c.writes, c.takes_back, c.gives_back, c.forgets], run=R)
     deaths = moves("ab", [c.is_declared_dead, c.opens])
     assert explore(to_be_rolled_back(), [*ROLLBACK, *around, *deaths, TIME], 6).states > 3000
+
+
+def claimed_again() -> Country:
+    """A run that has started once is claimed for the second time, and not started yet."""
+    country = running(on_orphan=OnOrphan.RESUME)
+    c.lets_go(country, "a", R, E.HAND_OVER)
+    c.claims(country, "b")
+    return country
+
+
+@rule("I2", "I4", "I16", "I8", "O4", "O8")
+@pytest.mark.parametrize("begin", [to_be_rolled_back, running, claimed_again])
+def test_no_rollback_is_lost_and_no_epoch_shared_whenever_the_clock_is_set_back(begin: Callable[[], Country]) -> None:
+    around = moves("ab", [c.takes_back, c.starts], run=R)
+    deaths = moves("a", [c.is_declared_dead, c.opens])
+    rollback = moves("ab", [c.seizes, c.restores, c.ends_restored], run=R)
+    assert explore(begin(), [*rollback, *around, *deaths, *cancels(R)[1:], TIME, BACK], 6).states > 300
 
 
 @rule("I8", "O12", "O13", "O22")
@@ -215,3 +233,21 @@ INCUMBENTS: dict[str, Callable[[], Country]] = {
 def test_newcomers_of_every_strategy_meet_every_kind_of_incumbent_in_every_order(incumbent: str) -> None:
     country = INCUMBENTS[incumbent]()
     assert explore(country, THREAD, 4).states > 500
+
+
+def delayed_behind() -> Country:
+    country = queued_behind()
+    c.clock_is_set_back(country)
+    later = newcomer(RunId("d"), Strategy.ENQUEUE, delay=Micros(5_000_000), on_orphan=OnOrphan.RESUME)
+    c.admits(country, "a", later)
+    return country
+
+
+@rule("I1", "I7", "I8", "I17", "O2", "O7")
+@pytest.mark.parametrize("begin", [queued_behind, delayed_behind, only_delayed, over])
+def test_runs_that_were_never_delayed_come_in_order_and_at_once_whenever_the_clock_is_set_back(
+    begin: Callable[[], Country],
+) -> None:
+    come = [*arrivals(N1)[1:2], *arrivals(N1)[-1:], *arrivals(N2)[1:2], *arrivals(N2)[-1:]]
+    turns = [*leavings("a", R, E.SETTLE_SUCCESS), *moves("b", [c.sweeps])]
+    assert explore(begin(), [*come, *turns, TIME, BACK], 5).states > 100

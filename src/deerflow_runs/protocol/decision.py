@@ -260,7 +260,8 @@ def change(effect: Effect, run: Run, by: Actor, facts: Facts, given: Given) -> d
     """The Python reading of one effect: the fields it sets, computed from the row as it was."""
     match effect:
         case Effect.TAKE_OWNERSHIP:
-            return {"owner_worker_id": by.worker_id, "epoch": run.epoch + 1, "granted_at": facts.now}
+            granted = Micros(max(facts.now, run.cancel_requested_at or 0))
+            return {"owner_worker_id": by.worker_id, "epoch": run.epoch + 1, "granted_at": granted}
         case Effect.VACATE:
             return {"owner_worker_id": None, "epoch": run.epoch + 1}
         case Effect.RAISE_EPOCH:
@@ -293,7 +294,8 @@ def change(effect: Effect, run: Run, by: Actor, facts: Facts, given: Given) -> d
         case Effect.STAMP_START:
             return {"started_at": run.started_at if run.started_at is not None else facts.now}
         case Effect.RECORD_CANCEL:
-            first = {"cancel_action": given.action, "cancel_requested_at": facts.now}
+            requested = facts.now if run.granted_at is None else Micros(max(facts.now, run.granted_at + 1))
+            first = {"cancel_action": given.action, "cancel_requested_at": requested}
             return first if run.cancel_action is None else {}
         case Effect.RECORD_PROGRESS:
             return _progress(run, facts, given)

@@ -66,7 +66,7 @@ class Guard(StrEnum):
     OWED_ONLY_ONCE_RESTORED = "if a rollback is owed, pending and restored by me"
     ATTEMPTS_EXCEEDED = "attempt > max_attempts"
     UNOWNED = "owner null"
-    DUE = "due"
+    DUE = "due, or never delayed"
     READY = "not_before passed"
     CAPABLE = "capabilities mine"
     HOME_ALLOWS_ME = "home null or mine"
@@ -94,7 +94,7 @@ class Guard(StrEnum):
 class Effect(StrEnum):
     """A named change of the table beside the status."""
 
-    TAKE_OWNERSHIP = "owner = me, epoch + 1, granted now"
+    TAKE_OWNERSHIP = "owner = me, epoch + 1, granted now, not before a cancel"
     VACATE = "owner null, epoch + 1"
     RAISE_EPOCH = "epoch + 1"
     MOVE_TO_ME = "owner (and home, if set) = me, epoch + 1"
@@ -109,7 +109,7 @@ class Effect(StrEnum):
     CLEAR_WAITS = "waits_for cleared"
     DRAW_TURN = "first time: turn drawn, base recorded"
     STAMP_START = "started now"
-    RECORD_CANCEL = "first action and time recorded"
+    RECORD_CANCEL = "first action and time recorded, after the grant"
     RECORD_PROGRESS = "progress recorded"
     CANCEL_DECIDES = "interrupted if a cancel is recorded"
     STAMP_END = "settled by me now"

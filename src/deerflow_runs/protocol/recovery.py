@@ -64,7 +64,9 @@ def being_restored(run: Run) -> bool:
     """Whether the present epoch was granted by a seizure (O4).
 
     A seized run is pending and owned, and nothing else is ever granted once a cancel is recorded. A run that was
-    claimed and then cancelled before it started looks alike; only there the order of two stamps decides.
+    claimed and then cancelled before it started looks alike; only there the order of two stamps decides. It is the
+    order of the two events, whatever the clock did between them: a request is stamped after the grant that it finds,
+    a grant not before the request (§0: an epoch mistaken for another's would be a second holder of it, I4).
     """
     if not run.rollback_owed or run.status is not RunStatus.PENDING or run.owner_worker_id is None:
         return False

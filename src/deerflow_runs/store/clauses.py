@@ -251,7 +251,7 @@ def _columns(effect: Effect, rule: Rule, dialect: Dialect, shape: Shape) -> Colu
     me = bindparam("p_worker", type_=R.owner_worker_id.type)
     match effect:
         case Effect.TAKE_OWNERSHIP:
-            return {"owner_worker_id": me, "epoch": R.epoch + 1, "granted_at": dialect.now}
+            return {"owner_worker_id": me, "epoch": R.epoch + 1, "granted_at": _granted(dialect)}
         case Effect.VACATE:
             return {"owner_worker_id": null(), "epoch": R.epoch + 1}
         case Effect.RAISE_EPOCH:
@@ -284,7 +284,7 @@ def _columns(effect: Effect, rule: Rule, dialect: Dialect, shape: Shape) -> Colu
         case Effect.RECORD_CANCEL:
             return {
                 "cancel_action": func.coalesce(R.cancel_action, bindparam("p_action")),
-                "cancel_requested_at": func.coalesce(R.cancel_requested_at, dialect.now),
+                "cancel_requested_at": func.coalesce(R.cancel_requested_at, _requested(dialect)),
             }
         case Effect.RECORD_PROGRESS:
             return {"progress_at": dialect.now} | _progress(shape)
@@ -315,6 +315,16 @@ def _columns(effect: Effect, rule: Rule, dialect: Dialect, shape: Shape) -> Colu
             return {"required_capabilities": dialect.united(R.required_capabilities, "p_requirements")}
         case _:
             assert_never(effect)
+
+
+def _granted(dialect: Dialect) -> ColumnElement[int]:
+    """Not before a recorded cancel; see ``recovery.being_restored``."""
+    return dialect.later(dialect.now, func.coalesce(R.cancel_requested_at, literal_column("0")))
+
+
+def _requested(dialect: Dialect) -> ColumnElement[int]:
+    """After the grant; see ``recovery.being_restored``."""
+    return dialect.later(dialect.now, func.coalesce(R.granted_at + literal_column("1"), literal_column("0")))
 
 
 def _first_start(dialect: Dialect) -> Columns:

@@ -18,6 +18,7 @@ from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.testing.contract.admission import ADMISSION
 from deerflow_runs.testing.contract.cancelling import CANCELLING
 from deerflow_runs.testing.contract.check import Check
+from deerflow_runs.testing.contract.clock_steps import CLOCK_STEPS
 from deerflow_runs.testing.contract.endings import ENDINGS
 from deerflow_runs.testing.contract.limits import LIMITS
 from deerflow_runs.testing.contract.passing import PASSING
@@ -48,6 +49,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *ADMISSION,
     *REQUESTS,
     *QUEUEING,
+    *CLOCK_STEPS,
     *LIMITS,
     *TURNS,
     *RESERVATIONS,

@@ -29,7 +29,7 @@ from deerflow_runs.model import (
     WorkerId,
     micros,
 )
-from deerflow_runs.protocol.decision import Actor, Applied, Facts, Given, SessionFacts, decide
+from deerflow_runs.protocol.decision import Actor, Applied, Facts, Given, SessionFacts, decide, is_due
 from deerflow_runs.protocol.lifecycle import RunEvent
 
 HOUR: Final = micros(3600)
@@ -114,6 +114,7 @@ SPOILS: Final = (
     "grace",
     "seized",
     "requirements",
+    "clock set back",
 )
 
 RELEASES: Final = frozenset({RunEvent.RELEASE, RunEvent.TAKE_OVER_RELEASE})
@@ -169,7 +170,7 @@ def _situation(  # noqa: PLR0917 - one argument a dimension
         actor={ME: SessionState.LIVE, DRAINING: SessionState.DRAINING}.get(me, SessionState.DEAD),
         thread_active=any(run.active for run in beside),
         first_due=status is RunStatus.QUEUED
-        and run.due_at <= now
+        and is_due(run, now)
         and not any(other.status is RunStatus.QUEUED for other in beside),
         turn=1,
     )
@@ -223,14 +224,14 @@ def _row(  # noqa: PLR0917 - one argument a dimension
         kind=OperationKind.CHECKPOINT_WRITE if reservation else OperationKind.RUN,
         status=status,
         seq=1000,
-        due_at=future if spoil == "due" else past,
+        due_at=future if spoil in ("due", "clock set back") else past,
         turn=chance.randrange(1, 50) if started else None,
         owner_worker_id=owner,
         home_worker_id=home,
         epoch=epoch,
         attempt=attempt,
         progress_epoch=epoch if spoil == "progress" else chance.choice((None, epoch - 1)),
-        granted_at=future if seized else Micros(now - 2 * HOUR),
+        granted_at=future if seized or spoil == "clock set back" else Micros(now - 2 * HOUR),
         not_before=future if spoil == "not_before" else past,
         cancel_action=cancel,
         cancel_requested_at=None if cancel is None else future if spoil == "grace" else Micros(now - HOUR),
@@ -242,7 +243,7 @@ def _row(  # noqa: PLR0917 - one argument a dimension
         settled_by=chance.choice((ME, OTHER))
         if status.value in ("success", "error", "timeout", "interrupted")
         else None,
-        created_at=past,
+        created_at=future if spoil == "clock set back" else past,
         started_at=past if started else None,
         updated_at=past,
     )
