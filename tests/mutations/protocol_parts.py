@@ -253,14 +253,14 @@ MUTATIONS: Final = [
     judge(
         "a hint needs no silence",
         "O27",
-        "return How.HINT if sign is Sign.HINT and silent >= patience else None",
+        "return How.HINT if sign is Sign.HINT and silent >= self._patience(session) else None",
         "return How.HINT if sign is Sign.HINT else None",
     ),
     judge(
         "the short look needs no hint",
         "O27",
-        "return How.HINT if sign is Sign.HINT and silent >= patience else None",
-        "return How.HINT if silent >= patience else None",
+        "return How.HINT if sign is Sign.HINT and silent >= self._patience(session) else None",
+        "return How.HINT if silent >= self._patience(session) else None",
     ),
     judge(
         "the short look is a single beat",
