@@ -224,7 +224,7 @@ async def test_the_statement_after_a_lock_sees_what_its_holder_committed_whateve
 # --- Limits ---------------------------------------------------------------------------------------------------------
 
 
-@rule("O14")
+@rule("O14", "P067")
 async def test_every_session_has_limits(postgres_dsn: str) -> None:
     def settings(connection: Connection) -> list[Any]:
         names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout", "application_name")
@@ -237,7 +237,7 @@ async def test_every_session_has_limits(postgres_dsn: str) -> None:
         assert await units.once(settings) == ["2500ms", "1s", "3s", "mine"]
 
 
-@rule("O14")
+@rule("O14", "P067")
 @pytest.mark.parametrize("verb", ["once", "transaction"])
 async def test_a_lock_that_is_never_given_back_is_no_answer_and_not_waited_for_for_ever(
     postgres_dsn: str, verb: str
@@ -329,6 +329,7 @@ async def test_whichever_reply_is_lost_the_unit_is_repeated_and_its_effect_is_th
         assert len(await units.read(look)) == replies + 1
 
 
+@rule("P051")
 async def test_connections_that_the_server_ends_are_not_noticed(postgres_dsn: str) -> None:
     """Again and again, idle ones and those at work."""
     done = asyncio.Event()
@@ -383,7 +384,7 @@ async def test_a_server_that_comes_back_in_time_is_not_noticed(private_postgres:
         assert await asyncio.gather(*asking) == [True] * 20
 
 
-@rule("B021")
+@rule("B021", "P039")
 async def test_after_300_random_cancellations_every_connection_is_back_and_none_is_in_a_transaction(
     postgres_dsn: str,
 ) -> None:

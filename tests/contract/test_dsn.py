@@ -26,6 +26,7 @@ from deerflow_runs.store import dsn_options
 from deerflow_runs.store.database import Database, DatabaseKind, Host, Postgres, Sqlite
 from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.testing import PostgresCluster, PostgresServer
+from tests.rules import rule
 
 
 def postgres(dsn: str) -> Postgres:
@@ -353,6 +354,7 @@ def test_the_system_s_certificates_mean_a_full_check() -> None:
     assert arguments == {"host": ["h"], "database": "db", "ssl": True, "direct_tls": True}
 
 
+@rule("P087")
 def test_behind_a_pooler_no_statement_has_a_name_or_is_kept() -> None:
     arguments = postgres("postgres://h/db?pooler=true").connect_args()
     assert arguments["statement_cache_size"] == arguments["prepared_statement_cache_size"] == 0
@@ -360,6 +362,7 @@ def test_behind_a_pooler_no_statement_has_a_name_or_is_kept() -> None:
     assert "prepared_statement_name_func" not in postgres("postgres://h/db?pooler=false").connect_args()
 
 
+@rule("P087")
 def test_a_session_needs_a_way_around_the_pooler() -> None:
     plain = postgres("postgres://h/db")
     assert plain.session() == plain

@@ -245,6 +245,7 @@ async def test_a_thread_is_left_as_its_last_run_left_it(store: SqlRunStore, unit
 # --- Searching ------------------------------------------------------------------------------------------------------
 
 
+@rule("P096")
 async def test_threads_are_found_by_what_they_contain(units: Units) -> None:
     await created(units, "a", metadata={"tags": ["x", "y"], "n": 1}, values={"deep": {"k": "v"}})
     await created(units, "b", metadata={"tags": ["y"]})
@@ -302,6 +303,7 @@ async def test_parts_of_a_search_neither_overlap_nor_leave_gaps(units: Units) ->
     assert await asked(units, thread_search.count, ThreadQuery(limit=3, offset=6), scope=EVERYONE) == 7
 
 
+@rule("P096")
 @pytest.mark.parametrize(
     ("query", "path"),
     [
@@ -372,7 +374,7 @@ async def with_a_past(store: SqlRunStore, units: Units, thread_id: str = THREAD)
 ONE_THREAD = {"dr_base_writes": 1, "dr_events": 1, "dr_outbox": 2, "dr_runs": 1, "dr_threads": 1}
 
 
-@rule("F66")
+@rule("F66", "P102")
 async def test_a_deleted_thread_leaves_nothing_and_others_are_untouched(store: SqlRunStore, units: Units) -> None:
     await with_a_past(store, units)
     await with_a_past(store, units, "kept")

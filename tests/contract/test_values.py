@@ -354,6 +354,7 @@ def test_an_id_is_any_text_of_255_characters(value: str) -> None:
     assert type(text(value, "thread_id")) is str
 
 
+@rule("P098", "P099")
 @pytest.mark.parametrize(
     ("value", "reason"),
     [

@@ -244,7 +244,7 @@ def _refused() -> dict[str, tuple[str, dict[str, Any]]]:
 REFUSED: Final = _refused()
 
 
-@rule("B005", "B060", "O1")
+@rule("B005", "B060", "O1", "P017", "P049")
 async def test_what_cannot_be_stored_alike_is_refused_by_its_path_and_the_thread_stays_free(
     stores: tuple[SqlRunStore, ...],
 ) -> None:
@@ -293,7 +293,7 @@ async def test_a_session_that_could_not_be_written_alike_is_refused_by_its_path(
         assert refused.path.startswith(path)
 
 
-@rule("O1")
+@rule("O1", "P098", "P099")
 async def test_ids_of_any_text_up_to_their_limit_are_found_again(stores: tuple[SqlRunStore, ...]) -> None:
     odd = ("🦌" * 255, "a'b\"c\\d%_", " leading and trailing ", "../../etc", "\u202e\x01", "é", "e\u0301", "null")
     for store in stores:
@@ -339,7 +339,7 @@ PRODUCED: Final[dict[str, Given]] = {
 }
 
 
-@rule("B088", "O28")
+@rule("B088", "O28", "P017", "P049")
 @pytest.mark.parametrize("name", PRODUCED)
 async def test_nothing_that_a_run_produced_keeps_it_from_its_end(name: str, stores: tuple[SqlRunStore, ...]) -> None:
     given = PRODUCED[name]

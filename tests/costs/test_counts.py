@@ -68,7 +68,7 @@ async def life(costs: Costs, **given: Any) -> list[int]:
     return [admission, start, await costs.of(happened(costs.store, run, RunEvent.SETTLE_SUCCESS, FULL))]
 
 
-@rule("O1", "O7")
+@rule("O1", "O7", "F58")
 async def test_a_run_lives_on_three_round_trips_or_commits(costs: Costs) -> None:
     await costs.store.open_session(Session(ME))
     await life(costs)
@@ -88,7 +88,7 @@ async def test_the_limit_of_a_user_costs_a_transaction_and_only_whoever_sets_it(
     assert await life(costs, **limited) == [of_a_transaction, 1, 1]
 
 
-@rule("O10")
+@rule("O10", "F40")
 @pytest.mark.parametrize("runs", [0, 200])
 async def test_a_beat_costs_one_however_many_runs_its_session_owns(runs: int, costs: Costs) -> None:
     await costs.store.open_session(Session(ME))

@@ -136,7 +136,7 @@ async def test_an_admission_reads_no_ended_run_of_its_thread(history_dsn: str) -
     _no_history(await plans(history_dsn, lambda connection: arrivals.look_at_thread(connection, POSTGRES, newcomer)))
 
 
-@rule("O10")
+@rule("O10", "F48")
 async def test_a_thousand_beats_are_heap_only() -> None:
     # The server's own ANALYZE, of whatever table, holds a snapshot, and what it may still see cannot be pruned.
     with PostgresCluster(settings={"autovacuum": "off"}) as undisturbed:

@@ -21,7 +21,7 @@ def before(empty: str) -> str:
 # --- Which one is kept ----------------------------------------------------------------------------------------------
 
 
-@rule("B253", "F62")
+@rule("B253", "F62", "P046")
 def test_the_run_of_a_live_session_is_kept_although_others_are_newer(before: str) -> None:
     add_session(before, "alive", "live")
     add_session(before, "gone", "dead")
@@ -53,7 +53,7 @@ def test_a_lease_that_stands_beats_one_that_expired_and_that_beats_a_dead_sessio
     assert sorted(kept) == ["a0", "b0"]
 
 
-@rule("B253")
+@rule("B253", "P046")
 def test_without_a_live_owner_the_newest_is_kept_by_time_then_number_then_id(before: str) -> None:
     add_run(before, "z", thread_id="by time", created_at=1, seq=9)
     add_run(before, "a", thread_id="by time", created_at=2, seq=1)
@@ -190,7 +190,7 @@ def test_a_key_given_twice_stays_with_the_run_that_had_it_first(before: str) -> 
 # --- And nothing else -----------------------------------------------------------------------------------------------
 
 
-@rule("B253")
+@rule("B253", "P046")
 def test_a_clean_database_stays_as_it_is(before: str) -> None:
     add_run(before, "active", thread_id="a")
     add_run(before, "queued", thread_id="a", status="queued")

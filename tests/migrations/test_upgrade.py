@@ -33,6 +33,7 @@ def test_an_empty_database_reaches_the_head(empty: str) -> None:
     check(empty)
 
 
+@rule("P106")
 def test_a_database_one_revision_behind_keeps_its_rows(empty: str) -> None:
     upgrade(empty, revision="0001")
     assert current(empty) == "0001"
@@ -290,6 +291,7 @@ def test_a_time_limit_of_the_server_does_not_cut_an_upgrade_off(empty_postgres: 
 # --- By hand --------------------------------------------------------------------------------------------------------
 
 
+@rule("P106")
 def test_the_sql_for_people_builds_the_same_database(empty: str, second_postgres: str) -> None:
     kind, by_hand = DatabaseKind.SQLITE, empty + ".by_hand"
     if not is_sqlite(empty):

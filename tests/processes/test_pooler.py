@@ -38,6 +38,7 @@ async def opened(dsn: str, *, connections: int = 16) -> AsyncIterator[PostgresUn
     await units.close()
 
 
+@rule("P087")
 async def test_many_clients_over_few_connections_lose_and_mix_up_nothing(pooled: str) -> None:
     async with opened(pooled) as units:
         await units.once(put("a", "b"))

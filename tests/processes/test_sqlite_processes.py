@@ -33,7 +33,7 @@ def path_of(dsn: str) -> Path:
     return Path(dsn.removeprefix("sqlite:///"))
 
 
-@rule("O34")
+@rule("O34", "P012", "F61")
 async def test_four_processes_that_read_and_then_write_lose_nothing(sqlite_dsn: str) -> None:
     units = units_on(sqlite_dsn)
     await units.open()
