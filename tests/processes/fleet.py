@@ -41,6 +41,9 @@ from tests.processes.worker_programs import STEP, Plan, work
 DEADLINE: Final = 60.0
 """Seconds after which a wait is given up. Only a failing test waits for them."""
 
+PATIENT: Final[Mapping[str, Any]] = {"lease": 4.0, "beat": 0.16}
+"""Settings for tests in which a busy machine must not be taken for a dead worker."""
+
 COMPLAINTS: Final = ("Traceback", "never retrieved", "never awaited", "was destroyed")
 """Words of Python and asyncio about what somebody forgot."""
 

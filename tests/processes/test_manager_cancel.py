@@ -151,7 +151,7 @@ async def test_a_body_that_goes_on_after_a_cancel_lingers_and_writes_nothing(
 @rule("O9", "O10", "O11", "I8", "P011", "P078")
 async def test_a_body_that_never_gives_the_loop_back_keeps_its_run_and_its_session(fleet: Fleet) -> None:
     """For two leases, with a heartbeat in a thread of its own."""
-    owner, other = await fleet.starts(2, lease=2.0)
+    owner, other = await fleet.starts(2, lease=2.0, beat=0.16)
     key = await fleet.submits(owner, work="spin", payload={"seconds": 4.0})
     await fleet.until_started(key)
     [run] = await fleet.until_ended(key)

@@ -14,7 +14,7 @@ from deerflow_runs.manager.handle import RunHandle
 from deerflow_runs.manager.lease import RunLease
 from deerflow_runs.manager.manager import RunManager
 from deerflow_runs.testing.recording import write_step
-from tests.processes.fleet import Fleet
+from tests.processes.fleet import PATIENT, Fleet
 from tests.rules import rule
 
 pytestmark = pytest.mark.timeout(300)
@@ -77,11 +77,11 @@ async def test_no_worker_carries_out_more_than_it_may(fleet: Fleet) -> None:
 
 @rule("O23", "O35", "I8", "I18", "I20", "P007", "P041", "P060")
 async def test_a_rolling_restart_under_load_loses_no_run_and_no_attempt(fleet: Fleet) -> None:
-    workers = await fleet.starts(3, lease=3.0)  # a busy machine must not look like death
+    workers = await fleet.starts(3, **PATIENT)
     async with fleet.under_load(workers, {"steps": 4, "pause": 0.1}) as admitted:
         for old in list(workers):
             await fleet.until(lambda: len(admitted) >= 15, "there is load")
-            workers.append(await fleet.start(lease=3.0))
+            workers.append(await fleet.start(**PATIENT))
             old.terminate()
             assert await old.gone() == 0
             workers.remove(old)

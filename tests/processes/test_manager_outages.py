@@ -8,7 +8,7 @@ import secrets
 import pytest
 
 from deerflow_runs import RunId, RunKey, RunStatus
-from tests.processes.fleet import Fleet, Worker
+from tests.processes.fleet import PATIENT, Fleet, Worker
 from tests.rules import rule
 
 pytestmark = pytest.mark.timeout(300)
@@ -143,7 +143,7 @@ async def test_whichever_reply_about_a_run_is_lost_it_is_carried_out_once(postgr
 async def test_a_database_whose_clock_is_set_kills_nobody(fleet: Fleet) -> None:
     """By two minutes forth and back, again and again."""
     fleet.database.own_the_clock()
-    workers = await fleet.starts(3, lease=4.0)  # a busy machine may be late, but not by that
+    workers = await fleet.starts(3, **PATIENT)
     fleet.knows |= {"outage": True, "without": ("I11",)}  # the times of steps and of leases are not of one clock
     keys = [await fleet.submits(worker, payload={"steps": 90, "pause": 0.05}) for worker in workers * 2]
     await fleet.until_running(*keys)
