@@ -24,7 +24,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
 STAMP = VENV / ".deerflow-runs-stamp"
 OLDEST = (3, 11)
-PAGE_WRITERS = ("deerflow_runs.docs", "bench.page")
+PAGE_WRITERS = ("deerflow_runs.docs", "bench.page", "tests.docs.cases")
 
 
 # --- Verbs ----------------------------------------------------------------------------------------------------------
