@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from deerflow_runs.manager.lease import RunLease, enter, leave
 from deerflow_runs.manager.registry import Held
 from deerflow_runs.manager.reporting import Reporting
 from deerflow_runs.model import EVERYONE
@@ -68,3 +69,18 @@ async def test_progress_that_waits_for_trust_ends_with_the_run(store: SqlRunStor
     await asyncio.sleep(0)
     lone.ground.registry.let_go(held)
     assert not await asked
+
+
+@rule("O4", "O18")
+async def test_a_body_that_was_left_behind_reports_nothing_of_the_run_that_goes_on_without_it(
+    store: SqlRunStore,
+) -> None:
+    lone = await lone_worker(store)
+    held = await held_and_started(lone)
+    here = enter(held.lease)
+    try:
+        held.lease = RunLease(held.run, lone.ground.session)
+        assert not await Reporting(lone.ground).progress(held.key, "late", None, None)
+    finally:
+        leave(here)
+    assert await Reporting(lone.ground).progress(held.key, "in time", None, None)

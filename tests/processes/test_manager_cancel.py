@@ -141,11 +141,12 @@ async def test_a_body_that_goes_on_after_a_cancel_lingers_and_writes_nothing(
     assert (run.status, run.stop_reason, in_force) == (RunStatus.INTERRUPTED, action, action)
     newer = await fleet.submits(other, key.thread_id, payload={"steps": 3, "pause": 0.5})
     if work == "stubborn":
-        assert (await fleet.stats(owner)).lingering == 1
+        await fleet.until_event(owner, "RunLingers")
         await fleet.until_event(owner, "LingeringEnded")
         assert (await fleet.stats(owner)).lingering == 0
     await fleet.until_ended(newer)
     assert LATE not in await fleet.steps(key)
+    assert (await fleet.row(key)).last_checkpoint != LATE
 
 
 @rule("O9", "O10", "O11", "I8", "P011", "P078")

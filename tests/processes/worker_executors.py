@@ -161,6 +161,7 @@ class Stubborn(Plain):
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.05)
         await write_step(self._store, lease, LATE)
+        await self._report(lease.key, LATE)
         return None
 
 

@@ -7,6 +7,8 @@ from typing import assert_never, final
 from deerflow_runs.errors import UsageError
 from deerflow_runs.manager.fencing import fence
 from deerflow_runs.manager.ground import Ground
+from deerflow_runs.manager.lease import current_lease
+from deerflow_runs.manager.registry import Held
 from deerflow_runs.model import NO_USAGE, RunKey, Usage
 from deerflow_runs.protocol.decision import Applied, Given, Refused
 from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
@@ -26,6 +28,8 @@ class Reporting:
             return False
         if held.key != key:
             raise UsageError(f"run {key.run_id} is on another thread")
+        if _left_behind(held):
+            return False
         while await held.lease.until_trusted():
             lease, epoch = held.lease, held.lease.epoch
             given = Given(checkpoint=checkpoint, usage=usage or NO_USAGE, model_name=model_name)
@@ -43,3 +47,13 @@ class Reporting:
                 case _:
                     assert_never(decision)
         return False
+
+
+def _left_behind(held: Held) -> bool:
+    """Whether a body asks that did not stop in time: the run goes on without it, under a lease that it does not have,
+    and nothing of it is stored (O4)."""
+    try:
+        asking = current_lease()
+    except UsageError:
+        return False  # somebody outside of the run, on its behalf
+    return asking.run_id == held.run.run_id and asking is not held.lease
