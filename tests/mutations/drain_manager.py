@@ -29,7 +29,7 @@ MUTATIONS: Final = [
     drain(
         "a drain forgets granted runs that nobody took up",
         "F23",
-        "                self._granting.begin(held, self._part_with(held))\n",
+        "                self._granting.end(held, Stopped(StopCause.DRAIN))\n",
         "                pass\n",
         "test_granted_runs_that_nobody_took_up_leave_at_once",
     ),

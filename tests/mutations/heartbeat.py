@@ -94,8 +94,8 @@ BEATING: Final = [
     pulse(
         "the clock is read after the answer",
         "O9",
-        "        now = self._session.now()\n        self._session.confirmed(answer, sent_at=sent_at,",
-        "        now = sent_at = self._session.now()\n        self._session.confirmed(answer, sent_at=sent_at,",
+        "        now, before = self._session.now(), self._session.trust\n",
+        "        now = sent_at = self._session.now()\n        before = self._session.trust\n",
         BEATS,
     ),
     pulse(
@@ -305,8 +305,8 @@ BESIDE: Final = [
         "telling",
         "the end of trust is told again and again",
         "O12",
-        "        if self._ended_at is None and not trusted:",
-        "        if not trusted:",
+        "        if self._ended_at is None and not past.trusted(now):",
+        "        if not past.trusted(now):",
         BEATS,
     ),
     _in(

@@ -298,7 +298,7 @@ CLAIMING: Final = [
         "claims precede the first sweep",
         "O27",
         "reconciler",
-        "        await self.sweep()\n        async with asyncio.TaskGroup() as parts:\n",
+        "        await self._seen_through(self.sweep)\n        async with asyncio.TaskGroup() as parts:\n",
         "        async with asyncio.TaskGroup() as parts:\n            parts.create_task(self.sweep())\n",
         CLAIMS + "test_one_sweep_precedes_the_first_claim",
     ),
@@ -385,9 +385,9 @@ CLAIMING: Final = [
     manager(
         "what is claimed while the drain begins runs on",
         "O35",
-        "claiming",
-        "            held.lease.stop(StopCause.DRAIN)\n",
-        "            pass\n",
+        "granting",
+        "                held.lease.stop(StopCause.DRAIN)\n",
+        "                pass\n",
         CLAIMS + "test_what_is_claimed_while_the_drain_begins_is_handed_over",
     ),
 ]

@@ -199,12 +199,12 @@ class Admitting:
 
     def _take_in(self, newcomer: Newcomer, run: Run, executor: Executor | None, *, expect: bool) -> None:
         """A run that is ours begins; a local one that waits is expected here and nowhere else. Ours is also what was
-        asked for under a session that was lost meanwhile: it is taken back like everything that is held (O13)."""
-        mine = run.owner_worker_id == newcomer.worker_id
-        if mine and self._ground.registry.get(run.run_id) is None:
+        asked for under a session that was lost meanwhile: it is taken back like everything that is held (O13); and what
+        waited when it was let in and has been claimed before we heard of that."""
+        if run.owner_worker_id == newcomer.worker_id or self._ground.registry.get(run.run_id) is not None:
             self._granting.take_up(run, executor)
-        elif not mine and expect and not run.terminal:
-            self._ground.registry.expect(run.key, executor)
+        elif expect and not run.terminal:
+            self._ground.registry.expect(run.key, executor, home=newcomer.worker_id)
 
     async def _displaced(self, incumbent: Run | None, ended: tuple[Run, ...]) -> None:
         """O3: whoever holds the incumbent stops it; one that nobody holds is seized on the spot (O4)."""
@@ -216,9 +216,10 @@ class Admitting:
     async def stop_holder(self, run: Run, action: CancelAction) -> bool:
         """Let a cancel that is recorded on ``run`` take effect. True: nobody held it, and it is being restored here."""
         held = self._ground.registry.get(run.run_id)
-        if held is not None and held.lease.epoch == run.epoch:
+        if held is not None:  # at whatever epoch: it is being taken back or seized, or will hear that it is lost
             held.lease.stop(StopCause.CANCEL, action)
-            return False
+            if run.owner_worker_id in (held.lease.worker_id, self._ground.worker_id):
+                return False
         await self._ground.wake_owner(run.owner_worker_id)
         if run.rollback_owed and self._ground.session.trusted():
             seized = await self._ground.store.apply(run.key, RunEvent.SEIZE, self._ground.actor(), self._given())

@@ -58,7 +58,7 @@ class Attaching:
 
     async def _start(self, held: Held) -> Start:
         if held.phase is not Phase.UNATTACHED:
-            raise UsageError(f"run {held.run.run_id} is carried out already; a run has one body")
+            return await self._too_late(held)
         life = Life(self._ground, held)
         held.phase = Phase.STARTING
         begun = self._spawn(self._begin(held, life), f"start of {held.run.run_id}")
@@ -71,6 +71,13 @@ class Attaching:
             return Started(held.lease)
         return Ended(held.ended or await self._row(held.key))
 
+    async def _too_late(self, held: Held) -> Start:
+        """It is being ended, by a cancel, a drain or because nobody had come; or it has a body."""
+        if held.phase is not Phase.SETTLING and held.lease.stop_cause is None:
+            raise UsageError(f"run {held.run.run_id} is carried out already; a run has one body")
+        await held.over.wait()
+        return Ended(held.ended or await self._row(held.key))
+
     async def _begin(self, held: Held, life: Life) -> bool:
         begun = False
         try:
@@ -80,6 +87,7 @@ class Attaching:
                 life.leave()
         if begun:
             self._attached[held] = life
+            life.watch()
             life.abandoned.add_done_callback(lambda left: self._left_behind(held, life, left))
         return begun
 
@@ -122,8 +130,12 @@ class Attaching:
     async def finish(self, key: RunKey, end: BodyEnd) -> Run | None:
         """Write the end of a run that a caller carried out. Seen through whatever becomes of the caller; None: it was
         not this holder's to end."""
-        if self._ground.registry.get(key.run_id) is None:
+        held = self._ground.registry.get(key.run_id)
+        if held is None:
             return None
+        if held.phase is Phase.SETTLING and held not in self._attached:  # somebody ends it already
+            await held.over.wait()
+            return held.ended
         held, life = self.life_of(key)
         del self._attached[held]
         await asyncio.shield(self._spawn(self._finish(life, end), f"end of {key.run_id}"))
@@ -145,7 +157,7 @@ class Attaching:
         """End a granted run that nobody took up."""
         if held.phase is Phase.UNATTACHED:
             held.phase = Phase.STARTING
-            await self._finish(Life(self._ground, held), end)
+            await Life(self._ground, held).carry_out_end(end)
 
 
 @final
@@ -194,7 +206,7 @@ class Execution:
         if self._context is not None:
             leave(self._context)
         end = body_end(lease, lease.outcome, error)
-        await take_back_cancellations(lease, task, error)
+        await take_back_cancellations(lease, task, error, before=self._cancelling)
         run = await self._attaching.finish(self._key, end) if self._attaching.carries(lease) else None
         if task.cancelling() == self._cancelling:  # otherwise somebody else cancels it, and is heard first
             self._raise(lease, end, error, run)
@@ -217,9 +229,12 @@ class Execution:
         return RunCancelled(run_id=self._key.run_id, thread_id=self._key.thread_id, stop_reason=reason)
 
 
-async def take_back_cancellations(lease: RunLease, task: asyncio.Task[Any], error: BaseException | None) -> None:
+async def take_back_cancellations(
+    lease: RunLease, task: asyncio.Task[Any], error: BaseException | None, *, before: int
+) -> None:
     """Leave the block of ``lease`` in ``task``, the current one, which ``error`` is leaving: the lease cancels it no
-    more, and what it did is undone. A cancellation that the block never noticed is taken here."""
+    more, and what it did is undone. A cancellation that the block never noticed is taken here; if somebody else has
+    cancelled the task as well, which counted ``before`` cancellations when it entered, that is still to be heard."""
     lease.unbind()
     cancelled = lease.cancellations
     for _ in range(cancelled):
@@ -227,3 +242,6 @@ async def take_back_cancellations(lease: RunLease, task: asyncio.Task[Any], erro
     if cancelled and not isinstance(error, asyncio.CancelledError):
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)
+        if task.cancelling() > before:
+            task.cancel()
+            task.uncancel()

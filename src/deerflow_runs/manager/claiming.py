@@ -12,7 +12,6 @@ from typing import Any, Final, final
 
 from deerflow_runs.manager.granting import Granting
 from deerflow_runs.manager.ground import Ground
-from deerflow_runs.manager.lease import StopCause
 from deerflow_runs.manager.life import pause_after
 from deerflow_runs.manager.waiting import first_of
 from deerflow_runs.model import Run, SessionState
@@ -80,12 +79,10 @@ class Claiming:
 
     def _begin(self, run: Run) -> None:
         ground = self._ground
-        held = self._granting.take_up(run)
+        self._granting.take_up(run)
         ground.observe(
             RunClaimed(worker_id=ground.worker_id, run_id=run.run_id, thread_id=run.thread_id, epoch=run.epoch)
         )
-        if ground.session.state is SessionState.DRAINING:  # the drain began while the store was asked (O35)
-            held.lease.stop(StopCause.DRAIN)
 
     def _wanted(self) -> int:
         """How many to ask for. Nothing is claimed without trust, nor by a worker that drains (O12, O35). Half of the

@@ -14,8 +14,8 @@ from deerflow_runs.errors import UsageError
 from deerflow_runs.manager.granting import Granting
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import StopCause
-from deerflow_runs.manager.life import Life, Stopped
-from deerflow_runs.manager.registry import Held, Phase
+from deerflow_runs.manager.life import Stopped
+from deerflow_runs.manager.registry import Phase
 from deerflow_runs.model import MICROS_PER_SECOND, Run
 from deerflow_runs.observe import (
     DrainBegun,
@@ -122,6 +122,7 @@ class Drain:
                     error=self._error,
                 )
             )
+        await self._abandon()  # what came in after the runs had left, by an answer that took long
         self._ground.observe(DrainEnded(worker_id=self._ground.worker_id, seconds=self._now() - begun_at))
 
     async def _close(self, step: Step) -> None:
@@ -188,16 +189,8 @@ class Drain:
                 continue
             if held.phase in (Phase.UNATTACHED, Phase.STARTING):
                 held.lease.stop(StopCause.DRAIN)
-            if held.phase is Phase.UNATTACHED:
-                self._granting.begin(held, self._part_with(held))
-
-    async def _part_with(self, held: Held) -> None:
-        """The end of a run that was granted and is nobody's work (F23)."""
-        life = Life(self._ground, held)
-        try:
-            await life.part(Stopped(StopCause.DRAIN))
-        finally:
-            life.leave()
+            if held.phase is Phase.UNATTACHED:  # granted, and nobody's work (F23)
+                self._granting.end(held, Stopped(StopCause.DRAIN))
 
     def _stop_all(self) -> BootSeconds:
         for held in self._ground.registry.all():

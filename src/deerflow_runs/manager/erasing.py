@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Final, final
 
-from deerflow_runs.errors import ThreadBusy
+from deerflow_runs.errors import StoreUnavailable, ThreadBusy
 from deerflow_runs.manager.admitting import Admitting
 from deerflow_runs.manager.cancelling import Cancelling
 from deerflow_runs.manager.ground import Ground
@@ -53,7 +54,12 @@ class Erasing:
     async def _erase(self, reservation: Run, scope: Scope) -> bool:
         store, registry = self._ground.store, self._ground.registry
         by = self._ground.actor(reservation.epoch)
-        deleted = await store.threads.delete(reservation.key, by, scope=scope)
+        try:
+            deleted = await store.threads.delete(reservation.key, by, scope=scope)
+        except StoreUnavailable:
+            with suppress(StoreUnavailable):  # then a sweep does it
+                await self._admitting.release(reservation)
+            raise
         if isinstance(deleted, Refused):
             await self._admitting.release(reservation)
             return False

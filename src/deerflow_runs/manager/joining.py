@@ -1,6 +1,7 @@
 """Waiting for a run's end, wherever it is carried out (O28): the end is derived from the row, never from a message.
 
-A run that is held here wakes its waiters; of others the row is read, first often, then less often.
+A run that is held here wakes its waiters; of others, and of what is lost here although its body goes on, the row is
+read, first often, then less often.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Joining:
         while True:
             held = self._ground.registry.get(key.run_id)
             if held is not None and held.key == key and visible(held.run, scope):
-                await held.over.wait()
+                await held.lease.until_over()
                 if held.ended is not None:
                     return held.ended
             try:

@@ -115,6 +115,7 @@ class RunLease:
         self._action: CancelAction | None = None
         self._closed = False
         self._draining = False
+        self._ending = False
         self._cancels = 0
         self.outcome: Outcome | None = None
         self._on_stop: Callable[[], None] | None = None
@@ -242,6 +243,11 @@ class RunLease:
             await self._turn()
         return True
 
+    async def until_over(self) -> None:
+        """Wait until nothing more can come of it here: it is lost, has ended, or has left."""
+        while not (self.fenced or self._closed):
+            await self._turn()
+
     async def _turn(self) -> None:
         """Until something about this lease or its session's trust has changed."""
         turn = self._loop.create_future()
@@ -263,7 +269,7 @@ class RunLease:
 
     def stop(self, cause: StopCause, action: CancelAction | None = None) -> None:
         """Tell the body to stop. The first cause stands (O19: and the first action). Main loop only."""
-        if self._closed or self._cause is not None:
+        if self._closed or self._ending or self._cause is not None:
             return
         self._cause = cause
         self._action = action
@@ -274,6 +280,11 @@ class RunLease:
         if self._cause is not None and self._body is not None and not self._body.done():
             self._cancels += 1
             self._body.cancel()
+
+    def end(self) -> None:
+        """The run is being ended, or restored: nothing but its loss stops what is done for that. A cancel, a drain or
+        a time that is up would leave it half done, and have nothing to stop any more."""
+        self._ending = True
 
     def ask_to_drain(self) -> None:
         """The worker is about to leave: a body that can stop between two steps should (O35)."""
@@ -292,9 +303,9 @@ class RunLease:
         self._run = run if run.kwargs is not None else replace(run, kwargs=self._run.kwargs)
         self.wake()
 
-    def bind(self, body: asyncio.Task[Any], on_stop: Callable[[], None]) -> None:
-        """``body`` runs the run's code from now on; ``on_stop`` is called in the main loop when it was told to stop.
-        One that was told before it began is told at once."""
+    def bind(self, body: asyncio.Task[Any] | None, on_stop: Callable[[], None]) -> None:
+        """``body`` runs the run's code from now on, or (None) a caller whose task nobody here knows; ``on_stop`` is
+        called in the main loop when it was told to stop. One that was told before it began is told at once."""
         self._body, self._on_stop = body, on_stop
         if self._cause is not None:
             self._stop_body()

@@ -153,10 +153,20 @@ class Life:
         finally:
             self.leave()
 
+    async def carry_out_end(self, end: BodyEnd) -> None:
+        """The end of a run that never had a body here."""
+        try:
+            await self.part(end)
+        except Exception as error:  # noqa: BLE001 - a task of its own: nobody else would hear of it
+            self._lose(f"{type(error).__name__} here")
+        finally:
+            self.leave()
+
     async def carry_out_restore(self) -> None:
         """The rest of a life that somebody else began: its rollback, and its end. For a run that was just seized."""
         try:
             self._held.phase = Phase.SETTLING
+            self._lease.end()
             if not await self.restore():
                 await self._roll_back()
         except Exception as error:  # noqa: BLE001 - a task of its own: nobody else would hear of it
@@ -240,38 +250,50 @@ class Life:
     def bind(self, body: asyncio.Task[Any]) -> None:
         """``body`` runs the run's code. When it is told to stop, it is told again until it does, and left behind after
         the grace of a cancel (O4)."""
+        if self._insisting is not None:  # it was told before anybody knew the task
+            self._insisting.cancel()
+            self._insisting = None
         self._lease.bind(body, partial(self._told_to_stop, body))
 
-    def _told_to_stop(self, body: asyncio.Task[Any]) -> None:
+    def watch(self) -> None:
+        """The run's code is a caller's, in whichever task: one that does not come back after it was told to stop is not
+        waited for longer than a body."""
+        self._lease.bind(None, partial(self._told_to_stop, None))
+
+    def _told_to_stop(self, body: asyncio.Task[Any] | None) -> None:
         if self._insisting is None:
             name = f"stopping {self._lease.run_id}"
             self._insisting = asyncio.get_running_loop().create_task(self._insist(body), name=name)
 
-    async def _insist(self, body: asyncio.Task[Any]) -> None:
+    async def _insist(self, body: asyncio.Task[Any] | None) -> None:
         clock = self._ground.clock
         until = clock.boot_time() + self._ground.config.cancel_grace.total_seconds()
-        while not body.done() and (left := until - clock.boot_time()) > 0:
+        while not _over(body) and (left := until - clock.boot_time()) > 0:
             await clock.sleep(min(INSIST_EVERY, left))
             self._lease.insist()
-        if not body.done() and not self.abandoned.done():
+        if not _over(body) and not self.abandoned.done():
             self._leave_behind(body)
 
-    def _leave_behind(self, body: asyncio.Task[Any]) -> None:
+    def _leave_behind(self, body: asyncio.Task[Any] | None) -> None:
         """It swallows every cancellation. Its run goes on without it; its gate is closed: nothing of it is stored."""
-        ground = self._ground
-        self._ground.registry.lingers(body)
-        names = self._names()
-        ground.observe(RunLingers(**names, seconds=ground.config.cancel_grace.total_seconds()))
-        body.add_done_callback(lambda _: ground.observe(LingeringEnded(**names)))
+        if body is not None:
+            self._count_lingering(body)
         end = Stopped(self._lease.stop_cause, self._lease.cancel_action)
         self._fresh_lease(self._lease.run)
         self.abandoned.set_result(end)
+
+    def _count_lingering(self, body: asyncio.Task[Any]) -> None:
+        ground, names = self._ground, self._names()
+        ground.registry.lingers(body)
+        ground.observe(RunLingers(**names, seconds=ground.config.cancel_grace.total_seconds()))
+        body.add_done_callback(lambda _: ground.observe(LingeringEnded(**names)))
 
     def _fresh_lease(self, run: Run) -> None:
         """Go on under a lease that the body does not have; its own is closed for good."""
         before = self._held.lease
         self._held.lease = RunLease(before.run, self._ground.session)
         self._held.lease.saw(run)
+        self._held.lease.end()
         if before.fence_reason is not None:
             self._held.lease.fence(before.fence_reason)
         before.close()
@@ -282,6 +304,7 @@ class Life:
         """Write the run's one end, or give it to somebody else. What the row says in the end is the store's answer."""
         self._held.phase = Phase.SETTLING
         self._held.deadline = None
+        self._lease.end()
         match end:
             case Finished(outcome):
                 await self._settle(SETTLING[outcome.status], outcome.given())
@@ -471,15 +494,27 @@ class Life:
             text = f"the state before the run could not be restored in {run.max_attempts} attempts"
             await self._settle(RunEvent.SETTLE_ROLLBACK_FAILED, Given(error=text))
             return True
-        executor: Executor = self._held.executor or NOTHING_TO_RESTORE
-        try:
-            await self._in_context(partial(executor.restore, self._lease))
-        except Exception as error:  # noqa: BLE001 - whatever went wrong, the rollback is still owed
+        error = await self._restored_by(self._held.executor or NOTHING_TO_RESTORE)
+        if error is not None:
             self._ground.observe(RestoreFailed(**self._names(), error=type(error).__name__))
             return self._lease.fenced
         self._ground.observe(RunRestored(**self._names()))
         await self._settle(RunEvent.SETTLE_CANCELLED, Given(restored=True))
         return True
+
+    async def _restored_by(self, executor: Executor) -> BaseException | None:
+        """What went wrong, whatever it was: the rollback is still owed then. A loss stops it, and its cancellation is
+        not this task's."""
+        restoring = self._in_context(partial(executor.restore, self._lease))
+        self._lease.bind(restoring, _nothing_else)
+        try:
+            await asyncio.wait({restoring})
+        except asyncio.CancelledError:
+            restoring.cancel()
+            raise
+        finally:
+            self._lease.unbind()
+        return asyncio.CancelledError() if restoring.cancelled() else restoring.exception()
 
     # --- Asking -----------------------------------------------------------------------------------------------------
 
@@ -529,6 +564,15 @@ class Life:
     def _names(self) -> dict[str, Any]:
         lease = self._lease
         return {"worker_id": self._ground.worker_id, "run_id": lease.run_id, "thread_id": lease.thread_id}
+
+
+def _over(body: asyncio.Task[Any] | None) -> bool:
+    """Whether it is known to be; of a caller's code nothing is."""
+    return body is not None and body.done()
+
+
+def _nothing_else() -> None:
+    """What else happens when a restore is told to stop."""
 
 
 def _lost_or(reason: Refusal) -> Refusal:

@@ -90,7 +90,7 @@ class Listening:
         self._trusted_again()
 
     def _trusted_again(self) -> None:
-        if self._suspension is not None:
+        if self._suspension is not None and self._ground.session.trusted():
             self._suspension.cancel()
             self._suspension = None
         for held in self._ground.registry.all():

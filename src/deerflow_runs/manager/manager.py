@@ -6,6 +6,7 @@ of it stands in the store.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -116,6 +117,7 @@ class RunManager:
         self._pid = os.getpid()
         self._parts: Parts | None = None
         self._left = False
+        self._starting = asyncio.Lock()
 
     # --- Life of the manager ----------------------------------------------------------------------------------------
 
@@ -123,13 +125,14 @@ class RunManager:
         """Open the worker's session and begin to recover and claim. Raises what the store says when it cannot be
         reached; then nothing was begun. Repeating it is harmless."""
         self._require_process()
-        if self._left:
-            raise UsageError("this manager was shut down; make a new one")
-        if self._parts is None:
-            parts = Parts(self._setup)
-            await parts.heartbeat.start()
-            self._parts = parts
-            parts.begin()
+        async with self._starting:
+            if self._left:
+                raise UsageError("this manager was shut down; make a new one")
+            if self._parts is None:
+                parts = Parts(self._setup)
+                await parts.heartbeat.start()
+                self._parts = parts
+                parts.begin()
 
     async def stop_heartbeat(self) -> None:
         """The same as ``shutdown``: a worker without a heartbeat owns nothing."""
@@ -143,11 +146,11 @@ class RunManager:
         cancellation is raised when it is over. Repeating it is harmless.
         """
         self._require_process()
-        parts = self._parts
-        if parts is None:
-            self._left = True
-            return
         self._left = True
+        async with self._starting:  # a start under way is seen through, or there would be nothing here to end
+            parts = self._parts
+        if parts is None:
+            return
         budget = timeout if timeout is not None else self._setup.config.drain.total_seconds()
         await parts.leave(budget)
 

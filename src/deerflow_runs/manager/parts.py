@@ -109,7 +109,10 @@ class Parts:
         self.deliveries.observe(event)
 
     async def leave(self, budget: float) -> None:
-        """Everything in the order of a drain (O35). Returns when it is over; see ``Drain.carry_out``."""
+        """Everything in the order of a drain (O35). Returns when it is over; see ``Drain.carry_out``. Who asks again
+        is in a hurry."""
+        if self._drain.begun:
+            self._drain.hurry()
         await self._drain.begin(budget).carry_out()
 
     def hurry(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, final
 
 from deerflow_runs.manager.claiming import Claiming
@@ -49,11 +49,26 @@ class Reconciler:
     async def run(self) -> None:
         """For ever, until cancelled. One sweep precedes the first claim, so that a worker that was restarted finds its
         own orphans before it takes on more (O27)."""
-        await self.sweep()
+        await self._seen_through(self.sweep)
         async with asyncio.TaskGroup() as parts:
-            parts.create_task(self._sweep_on(), name="sweeps")
-            parts.create_task(self._claiming.run(), name="claims")
-            parts.create_task(self._watch_deadlines(), name="deadlines")
+            parts.create_task(self._seen_through(self._sweep_on), name="sweeps")
+            parts.create_task(self._seen_through(self._claiming.run), name="claims")
+            parts.create_task(self._seen_through(self._watch_deadlines), name="deadlines")
+
+    async def _seen_through(self, part: Callable[[], Awaitable[object]]) -> None:
+        """Begin ``part`` again whatever broke it off, also a cancellation that a driver made up: a worker that has
+        stopped sweeping or claiming looks healthy and is not."""
+        failures = 0
+        while True:
+            try:
+                await part()
+                return
+            except (Exception, asyncio.CancelledError) as error:
+                if _to_be_cancelled():
+                    raise
+                failures += 1
+                self._failed(error, failures)
+            await self._ground.clock.sleep(pause_after(failures))
 
     async def sweep(self) -> Swept:
         """One whole sweep now; while another is under way, after it. Answers what became of the runs of the dead; never
@@ -125,10 +140,16 @@ class Reconciler:
             deadline = ground.registry.next_deadline
             await ground.clock.sleep(DEADLINES_EVERY if deadline is None else min(DEADLINES_EVERY, deadline - now))
 
-    def _failed(self, error: Exception) -> None:
-        event = SweepFailed(worker_id=self._ground.worker_id, error=error_code(error), failures=1)
+    def _failed(self, error: BaseException, failures: int = 1) -> None:
+        event = SweepFailed(worker_id=self._ground.worker_id, error=error_code(error), failures=failures)
         self._ground.observe(event)
 
     @property
     def _interval(self) -> float:
         return self._ground.config.sweep.total_seconds()
+
+
+def _to_be_cancelled() -> bool:
+    """Whether somebody has cancelled the present task, as opposed to something it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

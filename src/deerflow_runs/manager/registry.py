@@ -178,13 +178,12 @@ class Registry:
 
     # --- Expected ---------------------------------------------------------------------------------------------------
 
-    def expect(self, run: Run, executor: Executor | None) -> Expected:
+    def expect(self, key: RunKey, executor: Executor | None, *, home: WorkerId | None = None) -> Expected:
         """A run that waits; the same answer for the same run."""
-        known = self._expected.get(run.run_id)
+        known = self._expected.get(key.run_id)
         if known is None:
-            granted = asyncio.get_running_loop().create_future()
-            known = Expected(run.key, executor, granted, home=run.home_worker_id)
-            self._expected[run.run_id] = known
+            known = Expected(key, executor, asyncio.get_running_loop().create_future(), home)
+            self._expected[key.run_id] = known
         return known
 
     def expected(self, run_id: RunId) -> Expected | None:

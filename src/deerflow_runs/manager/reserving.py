@@ -19,6 +19,7 @@ from deerflow_runs.manager.registry import Held, Phase
 from deerflow_runs.model import OperationKind
 from deerflow_runs.observe import ReservationLost as LostReservation
 from deerflow_runs.observe import ReservationReleased, ReservationTaken
+from deerflow_runs.protocol.decision import Actor, Applied
 from deerflow_runs.protocol.lifecycle import RunEvent
 
 RELEASE_TRIES = 5
@@ -54,6 +55,7 @@ class Reservation:
         self._user_id = user_id
         self._held: Held | None = None
         self._task: asyncio.Task[Any] | None = None
+        self._cancelling = 0
 
     async def __aenter__(self) -> RunLease:
         run = await self._admitting.reserve(self._thread_id, self._kind, self._user_id)
@@ -62,6 +64,7 @@ class Reservation:
         held.phase = Phase.RUNNING
         self._held, self._task = held, asyncio.current_task()
         assert self._task is not None, "a coroutine runs in a task"
+        self._cancelling = self._task.cancelling()
         held.lease.bind(self._task, lambda: None)
         self._ground.observe(ReservationTaken(**self._names(held), kind=self._kind))
         return held.lease
@@ -75,7 +78,7 @@ class Reservation:
         lease = held.lease
         held.phase = Phase.SETTLING
         lost = lease.fenced
-        await take_back_cancellations(lease, task, error)
+        await take_back_cancellations(lease, task, error, before=self._cancelling)
         await asyncio.shield(self._spawn(self._release(held), f"release of {held.run.run_id}"))
         if lost and (error is None or isinstance(error, asyncio.CancelledError)):
             self._ground.observe(LostReservation(**self._names(held), kind=self._kind))
@@ -89,14 +92,19 @@ class Reservation:
             for failures in range(1, RELEASE_TRIES + 1):
                 if lease.fenced:
                     return
+                asked_as, epoch = lease.worker_id, lease.epoch
                 try:
-                    await ground.store.apply(lease.key, RunEvent.RELEASE, ground.actor(lease.epoch))
+                    decision = await ground.store.apply(lease.key, RunEvent.RELEASE, Actor(asked_as, epoch=epoch))
                 except StoreUnavailable:
                     await ground.clock.sleep(pause_after(failures))
                     continue
-                ground.observe(ReservationReleased(**self._names(held), kind=self._kind))
-                await ground.work_appeared()
-                return
+                if isinstance(decision, Applied):
+                    ground.observe(ReservationReleased(**self._names(held), kind=self._kind))
+                    await ground.work_appeared()
+                    return
+                if lease.worker_id == ground.worker_id and (lease.worker_id, lease.epoch) == (asked_as, epoch):
+                    return  # nobody's, or another's
+                await ground.clock.sleep(pause_after(failures))  # it is being taken back (O13)
         finally:
             ground.registry.let_go(held)
 

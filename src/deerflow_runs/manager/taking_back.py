@@ -8,7 +8,6 @@ were lost in between. What nobody here holds is an orphan like anybody's, and is
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any, Final, assert_never, final
 
 from deerflow_runs.manager.fencing import fence
@@ -61,7 +60,7 @@ class TakingBack:
         """Ask once for everything that is to be taken back; how much was moved, taken back or fenced."""
         async with self._one_at_a_time:
             self._mine.add(self._ground.worker_id)
-            self._homes |= {held.lease.worker_id for held in self.pending()}
+            self._homes |= {held.lease.worker_id for held in self.pending()} | self._strange_homes()
             moved = await self._move_homes()
             pending = self.pending()
             for start in range(0, len(pending), AT_ONCE):
@@ -71,6 +70,12 @@ class TakingBack:
 
     # --- What waits -------------------------------------------------------------------------------------------------
 
+    def _strange_homes(self) -> set[WorkerId]:
+        """Where runs that are expected here are at home, if not here: they were asked for under a session that was lost
+        before they were let in."""
+        homes = {expected.home for expected in self._ground.registry.waiting()}
+        return {home for home in homes if home is not None and home != self._ground.worker_id}
+
     async def _move_homes(self) -> int:
         """First, so that a waiting run is claimed here and not ended for the death of its home (O31)."""
         moved = 0
@@ -78,8 +83,11 @@ class TakingBack:
             self._mine.add(previous)
             me = self._ground.worker_id
             by = Actor(me, capabilities=self._ground.capabilities, previous=previous)
+            waiting = self._ground.registry.waiting()  # those that are let in from here on may be too late
             while runs := await self._ground.store.re_home(by, BATCH):
                 moved += len(runs)
+            for expected in waiting:
+                expected.home = me if expected.home == previous else expected.home
             if me == self._ground.worker_id:
                 self._homes.discard(previous)
         return moved
@@ -96,11 +104,11 @@ class TakingBack:
     def _answered(self, held: Held, lease: RunLease, decision: Decision) -> None:
         match decision:
             case Applied(run):
-                _saw(lease, run)
+                lease.saw(run)
                 names: dict[str, Any] = {"run_id": run.run_id, "thread_id": run.thread_id, "epoch": run.epoch}
                 self._ground.observe(RunTakenBack(worker_id=self._ground.worker_id, **names))
             case Refused(_, run) if run is not None and self._lost_reply(held, run):
-                _saw(lease, run)  # under a session that is gone as well: asked for again
+                lease.saw(run)  # under a session that is gone as well: asked for again
             case Refused(reason, run):
                 held.ended = run if run is not None and run.terminal else held.ended
                 fence(self._ground, held, f"not taken back: {reason.value}")
@@ -116,11 +124,6 @@ class TakingBack:
     def _failed(self, error: Exception, failures: int) -> None:
         event = SweepFailed(worker_id=self._ground.worker_id, error=error_code(error), failures=failures)
         self._ground.observe(event)
-
-
-def _saw(lease: RunLease, run: Run) -> None:
-    """An event answers the row without its input, which its executor may still want."""
-    lease.saw(run if run.kwargs is not None else replace(run, kwargs=lease.run.kwargs))
 
 
 async def _all_of(*questions: Any) -> None:

@@ -50,7 +50,8 @@ class ManualClock:
             return
         woken = asyncio.get_running_loop().create_future()
         with self._lock:
-            heapq.heappush(self._sleepers, (self._now + micros(seconds), next(self._order), woken))
+            until = self._now + max(1, micros(seconds))  # less would never be over: whoever asks again asks for ever
+            heapq.heappush(self._sleepers, (until, next(self._order), woken))
         await woken
 
     @property
