@@ -37,6 +37,8 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(words)
     if unknown := [name for name in given.names if name not in FIGURES]:
         parser.error(f"there is no figure {', '.join(unknown)}")
+    if not given.quick:
+        _until_calm()
     folder = Path(tempfile.mkdtemp(prefix="deerflow-runs-bench-"))
     try:
         with PostgresCluster(durable=True) as cluster:
@@ -51,8 +53,6 @@ def main(words: Sequence[str]) -> int:
 
 def _measured(name: str, figure: ModuleType, cluster: PostgresCluster, folder: Path, *, quick: bool, seed: int) -> bool:
     """Measure one and keep it; False: it could not be."""
-    if not quick:
-        _until_calm()
     print(f"\n{figure.TITLE} ({name})", flush=True)
     before, began = machine.load(), time.monotonic()
     try:

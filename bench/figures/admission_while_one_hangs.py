@@ -28,7 +28,7 @@ STUCK: Final = "stuck"
 
 def measure(bench: Bench) -> Measured:
     """Postgres: on SQLite there is one writer for all, and what holds the file holds everybody."""
-    return asyncio.run(_measure(bench.postgres(), bench.pick(12, 4), bench.pick(2.0, 1.0)))
+    return asyncio.run(_measure(bench.postgres(), bench.pick(11, 4), bench.pick(1.5, 1.0)))
 
 
 async def _measure(dsn: str, pairs: int, seconds: float) -> Measured:

@@ -38,7 +38,7 @@ def measure(bench: Bench) -> Measured:
 
 def _case(bench: Bench, case: str) -> list[Line]:
     kind, latency = CASES[case]
-    rounds = [_one(bench, bench.fresh(kind), latency) for _ in range(bench.pick(5, 1))]
+    rounds = [_one(bench, bench.fresh(kind), latency) for _ in range(bench.pick(4, 1))]
     return [
         line(f"{case}: persisted", [count for count, _ in rounds], "", Target(RUNS, Sense.EXACTLY)),
         line(f"{case}: shutdown took", [taken for _, taken in rounds], "s"),

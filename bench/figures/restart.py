@@ -22,7 +22,7 @@ TARGETS: Final = {"SQLite": 1.0, "Postgres": 2 * 2.5 + 1.0}
 
 def measure(bench: Bench) -> Measured:
     """On both databases."""
-    lines = [one for kind in TARGETS for one in _on(bench, kind, bench.pick(7, 1))]
+    lines = [one for kind in TARGETS for one in _on(bench, kind, bench.pick(5, 1))]
     return Measured(
         tuple(lines),
         (

@@ -27,7 +27,7 @@ CASES: Final = {
 
 def measure(bench: Bench) -> Measured:
     """All cases side by side, one of them at work."""
-    seconds, rounds = bench.pick((3.0, 7), (0.7, 2))
+    seconds, rounds = bench.pick((2.0, 7), (0.7, 2))
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with ExitStack() as stack:
         workers = {case: _worker(bench, stack, case) for case in CASES}
