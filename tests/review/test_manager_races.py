@@ -454,6 +454,26 @@ async def test_a_cancellation_by_the_host_that_came_together_with_the_runs_own_i
     assert not after.is_set()
 
 
+async def test_an_error_of_the_block_passes_although_both_cancelled_it(one: One) -> None:
+    run = await one.admits()
+
+    async def caller() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        async with Execution(one.parts.attaching, run.key, None) as lease:
+            await one.parts.cancelling.cancel(
+                lease.key, CancelAction.INTERRUPT, wait=False, timeout=None, scope=EVERYONE
+            )
+            task.cancel()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise ValueError("what the block makes of it") from None
+
+    with pytest.raises(ValueError, match="what the block makes of it"):
+        await asyncio.create_task(caller())
+
+
 async def turns_without_noticing() -> None:
     """Ends before either cancellation is delivered."""
 
@@ -506,6 +526,19 @@ async def test_an_admission_that_is_answered_when_all_runs_have_left_leaves_no_l
     await turns()
     assert code.begun == 0
     assert not one.parts.granting.lives()
+
+
+@rule("O35", "O4")
+async def test_a_worker_that_leaves_seizes_nothing_for_a_cancel(one: One) -> None:
+    neighbour = await one.stage.opens(WorkerId("host:neighbour"))
+    asked: dict[str, Any] = {"executor": "named", "required_capabilities": frozenset({CAPABILITY + "named"})}
+    run = await one.stage.starts("run", worker_id=neighbour, on_orphan="resume", **asked)
+    await one.stage.happens(RunEvent.HAND_OVER, run)
+    one.session.drain()
+    result = await one.parts.cancelling.cancel(run.key, CancelAction.ROLLBACK, wait=False, timeout=None, scope=EVERYONE)
+    assert result.outcome is CancelOutcome.REQUESTED
+    row = await one.row(run)
+    assert (row.status, row.owner_worker_id, row.rollback_owed) == (RunStatus.PENDING, None, True)
 
 
 @rule("O35")

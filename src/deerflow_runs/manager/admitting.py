@@ -29,6 +29,7 @@ from deerflow_runs.model import (
     Run,
     RunId,
     RunKey,
+    SessionState,
     Strategy,
     ThreadId,
     micros,
@@ -221,12 +222,17 @@ class Admitting:
             if run.owner_worker_id in (held.lease.worker_id, self._ground.worker_id):
                 return False
         await self._ground.wake_owner(run.owner_worker_id)
-        if run.rollback_owed and self._ground.session.trusted():
+        if run.rollback_owed and self._may_take():
             seized = await self._ground.store.apply(run.key, RunEvent.SEIZE, self._ground.actor(), self._given())
             if isinstance(seized, Applied):
                 self._granting.restore(seized.run)
                 return True
         return False
+
+    def _may_take(self) -> bool:
+        """Nothing is taken on without trust, nor by a worker that leaves: it would be an orphan soon (O12, O35)."""
+        session = self._ground.session
+        return session.trusted() and session.state is SessionState.LIVE
 
     def _given(self) -> Given:
         return Given(cancel_grace=micros(self._ground.config.cancel_grace.total_seconds()))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from contextvars import Token as ContextToken
 from types import TracebackType
@@ -240,8 +239,9 @@ async def take_back_cancellations(
     for _ in range(cancelled):
         task.uncancel()
     if cancelled and not isinstance(error, asyncio.CancelledError):
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await asyncio.sleep(0)
-        if task.cancelling() > before:
-            task.cancel()
-            task.uncancel()
+        except asyncio.CancelledError:
+            if task.cancelling() > before:
+                task.cancel()
+                task.uncancel()
