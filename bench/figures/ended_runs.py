@@ -44,9 +44,9 @@ async def live(inside: Inside, runs: int, name: str) -> None:
         for number in range(first, runs, AT_ONCE):
             async with manager.execute(await manager.create_or_reject(f"{name}-{number}")):
                 pass
+            inside.seen.clear()  # what the measurement itself keeps
 
     await asyncio.gather(*(caller(first) for first in range(AT_ONCE)))
-    inside.seen.clear()
 
 
 async def weigh(inside: Inside) -> tuple[dict[str, int], int]:
