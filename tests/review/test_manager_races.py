@@ -14,7 +14,7 @@ from typing import Any, TypeVar, final
 import pytest
 
 from deerflow_runs.config import RunsConfig
-from deerflow_runs.errors import StoreUnavailable
+from deerflow_runs.errors import ReservationLost, StoreUnavailable
 from deerflow_runs.manager.admitting import Request
 from deerflow_runs.manager.answers import AdmittedRun, CancelOutcome, Ended, Started
 from deerflow_runs.manager.attaching import Execution
@@ -23,7 +23,7 @@ from deerflow_runs.manager.hooks import Hooks
 from deerflow_runs.manager.lease import RunLease
 from deerflow_runs.manager.life import Finished
 from deerflow_runs.manager.manager import RunManager
-from deerflow_runs.manager.messages import TrustEnded
+from deerflow_runs.manager.messages import TrustEnded, TrustRegained
 from deerflow_runs.manager.outcome import SUCCEEDED
 from deerflow_runs.manager.parts import Parts, Setup
 from deerflow_runs.manager.registry import Held
@@ -603,6 +603,47 @@ async def test_a_reservation_that_is_left_while_its_session_is_lost_is_released_
     assert await one.real.owned(one.me) == ()
     assert await one.real.owned(previous) == ()
     assert len(one.of(ReservationReleased)) == 1
+
+
+@rule("I11", "O12")
+async def test_the_block_of_a_reservation_does_not_begin_without_trust(one: One) -> None:
+    inside = asyncio.Event()
+
+    async def block() -> None:
+        async with reserved(one):
+            inside.set()
+
+    one.clock.jump(one.setup.config.lease.total_seconds())
+    task = asyncio.create_task(block())
+    while not one.parts.ground.registry.all():  # noqa: ASYNC110 - nobody tells of it
+        await asyncio.sleep(0)
+    await turns()
+    assert not inside.is_set()
+    await one.beats()
+    one.parts.listening.hear(TrustRegained(1.0))
+    await task
+    assert inside.is_set()
+
+
+@rule("I11", "O13")
+async def test_a_reservation_that_was_lost_before_its_block_began_is_told_as_lost(one: One) -> None:
+    async def block() -> None:
+        async with reserved(one):
+            raise AssertionError("it was lost")
+
+    one.clock.jump(one.setup.config.lease.total_seconds())
+    task = asyncio.create_task(block())
+    while not (held := one.parts.ground.registry.all()):  # noqa: ASYNC110 - nobody tells of it
+        await asyncio.sleep(0)
+    await turns()
+    await one.stage.dies(one.me)
+    await one.real.take_over(Actor(WorkerId("host:neighbour")), AT_ONCE, 10)
+    one.session.refused()
+    await one.parts.reconciler.take_back(await one.opens())
+    with pytest.raises(ReservationLost):
+        await task
+    assert held[0].over.is_set()
+    assert one.parts.ground.registry.all() == ()
 
 
 async def test_an_erasure_that_failed_leaves_its_thread_free(one: One) -> None:

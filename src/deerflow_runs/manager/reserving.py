@@ -30,9 +30,9 @@ RELEASE_TRIES = 5
 class Reservation:
     """``async with manager.reserve_thread_operation(thread, kind) as lease``: nothing else runs on the thread.
 
-    Entering raises ``ThreadBusy`` and does not run the block. If this worker loses the thread, the block is cancelled
-    and leaving it raises ``ReservationLost``; any other error or cancellation passes unchanged, also over a release
-    that fails.
+    Entering raises ``ThreadBusy`` and does not run the block; while the worker is suspended it waits. If this worker
+    loses the thread, the block is cancelled and leaving it raises ``ReservationLost``; any other error or cancellation
+    passes unchanged, also over a release that fails.
     """
 
     def __init__(
@@ -60,14 +60,28 @@ class Reservation:
     async def __aenter__(self) -> RunLease:
         run = await self._admitting.reserve(self._thread_id, self._kind, self._user_id)
         held = self._ground.registry.get(run.run_id)
-        assert held is not None, "a reservation is held as soon as it is granted"
+        if held is None:  # granted, and lost before we came to it
+            raise ReservationLost(thread_id=self._thread_id, kind=self._kind.value)
         held.phase = Phase.RUNNING
+        await self._until_trusted(held)
         self._held, self._task = held, asyncio.current_task()
         assert self._task is not None, "a coroutine runs in a task"
         self._cancelling = self._task.cancelling()
         held.lease.bind(self._task, lambda: None)
         self._ground.observe(ReservationTaken(**self._names(held), kind=self._kind))
         return held.lease
+
+    async def _until_trusted(self, held: Held) -> None:
+        """A block that began without trust could go on beside whoever was granted the thread meanwhile (I11)."""
+        try:
+            trusted = await held.lease.until_trusted()
+        except asyncio.CancelledError:
+            _ = self._spawn(self._release(held), f"release of {held.run.run_id}")
+            raise
+        if not trusted:
+            self._ground.registry.let_go(held)
+            self._ground.observe(LostReservation(**self._names(held), kind=self._kind))
+            raise ReservationLost(thread_id=self._thread_id, kind=self._kind.value)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
