@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, final
+from typing import Any, ClassVar, final
+from weakref import WeakSet
 
 from deerflow_runs.config import RunsConfig
 from deerflow_runs.manager.executor import LocalExecutor
@@ -44,9 +45,13 @@ class Body:
 
 @final
 class Stubborn:
-    """A run's code that swallows every cancellation until the test lets it go."""
+    """A run's code that swallows every cancellation until the test lets it go, or its manager is left: a test that
+    fails must not leave a task behind that never ends."""
+
+    at_large: ClassVar[WeakSet[Stubborn]] = WeakSet()
 
     def __init__(self) -> None:
+        self.at_large.add(self)
         self.running = asyncio.Event()
         self.told = asyncio.Event()
         self.let_go = asyncio.Event()
@@ -96,9 +101,13 @@ async def manager_on(store: SqlRunStore, faults: Faults | None = None, **given: 
     """A worker of its own; ``faults`` spoils what it asks."""
     asked = store if faults is None else FlakyStore.around(store, faults)
     async with RunManager(asked, **{"config": calm(), **given}) as manager:
-        yield manager
-        if faults is not None:
-            faults.mend()
+        try:
+            yield manager
+        finally:
+            for body in Stubborn.at_large:
+                body.let_go.set()
+            if faults is not None:
+                faults.mend()
 
 
 async def lone_on(store: SqlRunStore, faults: Faults) -> Lone:

@@ -18,12 +18,14 @@ from deerflow_runs.store.base import NotLive
 from deerflow_runs.store.opening import store_at
 from deerflow_runs.store.sql import SqlRunStore
 from deerflow_runs.testing.contract.stage import THREAD
-from deerflow_runs.testing.flaky_line import Faults, Gate
+from deerflow_runs.testing.flaky_line import Faults, Gate, failing
 from deerflow_runs.testing.flaky_store import QUESTIONS
 from tests.contract.lives import executed
 from tests.manager.spoiled import PATIENCE, Body, Echo, Stubborn, calm, gated, manager_on, row_of, until
 from tests.manager.workers import Worker, store_without_hints
 from tests.rules import rule
+
+pytestmark = pytest.mark.timeout(60)
 
 
 async def no_op(lease: RunLease) -> None:
@@ -201,23 +203,32 @@ async def test_a_clean_up_that_never_ends_keeps_no_successor_waiting(store: SqlR
 
 @rule("F37", "O19", "I6")
 @pytest.mark.parametrize("action", list(CancelAction))
+@pytest.mark.parametrize("store_is", ["hung", "away"])
 async def test_a_local_cancel_stops_the_body_although_no_question_is_answered(
-    action: CancelAction, store: SqlRunStore
+    store_is: str, action: CancelAction, store: SqlRunStore
 ) -> None:
     faults, hung, restored = Faults(), Gate(), asyncio.Event()
-    stubborn = Stubborn()
+    running, told, let_go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def cleans_up(lease: RunLease) -> None:
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.set()
+            await let_go.wait()
 
     async def restore(lease: RunLease) -> None:
         restored.set()
 
     async with manager_on(store, faults) as manager:
-        run = await manager.submit(THREAD, stubborn, restore=restore)
-        await stubborn.running.wait()
-        faults.always(hung.before, *QUESTIONS)
+        run = await manager.submit(THREAD, cleans_up, restore=restore)
+        await running.wait()
+        faults.always(hung.before if store_is == "hung" else failing(), *QUESTIONS)
         answer = await manager.cancel(run, action)
         assert answer.outcome is CancelOutcome.REQUESTED
-        await asyncio.wait_for(stubborn.told.wait(), PATIENCE)
-        stubborn.let_go.set()
+        await told.wait()
+        let_go.set()
         faults.mend()
         hung.open()
         ended = await run.join(timeout=PATIENCE)

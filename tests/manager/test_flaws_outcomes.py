@@ -23,9 +23,11 @@ from deerflow_runs.testing.contract.stage import THREAD, Stage, key
 from deerflow_runs.testing.flaky_line import Fault, Faults, failing, losing
 from deerflow_runs.testing.flaky_store import FlakyStore
 from tests.contract.lives import executed
-from tests.manager.spoiled import PATIENCE, Body, carried_out, gated, lone_on, manager_on, over, row_of
+from tests.manager.spoiled import PATIENCE, Body, Stubborn, carried_out, gated, lone_on, manager_on, over, row_of
 from tests.manager.workers import Worker
 from tests.rules import rule
+
+pytestmark = pytest.mark.timeout(60)
 
 HOOKS = {OutboxKind.HOOK.value: {WANTED: [ON_SETTLED, ON_RECOVERED]}}
 """What the end of a run of a worker with hooks puts into the outbox."""
@@ -169,6 +171,27 @@ async def test_a_run_whose_row_was_erased_does_not_come_back(store: SqlRunStore)
     await held.over.wait()
     assert await store.get(held.key, scope=EVERYONE) is None
     assert one.names() == ["RunStarted", "RunFenced"]
+
+
+@rule("F12", "O19", "O21", "I6")
+async def test_a_second_action_is_answered_with_the_one_in_force_while_the_body_still_cleans_up(
+    store: SqlRunStore, store_dsn: str
+) -> None:
+    stubborn, restored = Stubborn(), asyncio.Event()
+
+    async def restore(lease: RunLease) -> None:
+        restored.set()
+
+    async with store_at(store_dsn) as elsewhere, manager_on(store) as one, manager_on(elsewhere) as other:
+        run = await one.submit(THREAD, stubborn, restore=restore)
+        await stubborn.running.wait()
+        answers = [await one.cancel(run, CancelAction.INTERRUPT)]
+        await stubborn.told.wait()
+        answers += [await manager.cancel(run, CancelAction.ROLLBACK) for manager in (one, other)]
+        assert [answer.action for answer in answers] == [CancelAction.INTERRUPT] * 3
+        stubborn.let_go.set()
+        assert (await run.join(timeout=PATIENCE)).stop_reason == "interrupt"
+    assert not restored.is_set()
 
 
 @rule("F13", "I5", "I16")

@@ -23,6 +23,8 @@ from tests.manager.spoiled import PATIENCE, Body, manager_on, over, row_of
 from tests.manager.workers import Worker, store_without_hints
 from tests.rules import rule
 
+pytestmark = pytest.mark.timeout(60)
+
 RUNS = 5
 
 

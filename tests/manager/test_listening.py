@@ -74,7 +74,7 @@ def told(lease: RunLease) -> tuple[StopCause | None, CancelAction | None]:
     return lease.stop_cause, lease.cancel_action
 
 
-@rule("O19", "O22")
+@rule("O19", "O22", "O23")
 async def test_a_cancel_stops_the_run_it_names_at_the_epoch_it_names(one: Hearing) -> None:
     held = await one.worker.starts(await one.worker.admits("run"))
     other = await one.worker.starts(await one.worker.admits("other"))
@@ -83,6 +83,7 @@ async def test_a_cancel_stops_the_run_it_names_at_the_epoch_it_names(one: Hearin
     assert told(held.lease) == (None, None)
     one.hear(Heard((CancelRequest(held.key, epoch, CancelAction.ROLLBACK),)))
     one.hear(Heard((CancelRequest(held.key, epoch, CancelAction.INTERRUPT),)))
+    held.lease.stop(StopCause.DRAIN)
     assert told(held.lease) == (StopCause.CANCEL, CancelAction.ROLLBACK)
     assert len(one.worker.told(CancelHeard)) == 1
     assert other.lease.stop_cause is None
@@ -155,11 +156,13 @@ async def test_after_a_reconnect_runs_of_others_are_resumed_one_after_the_other(
         await worker.until_idle()
         for number in range(5):
             await worker.stage.is_orphaned(f"left-{number}", f"left-{number}", executor=AGENT)
-        await worker.reconciler.sweep()
+        await worker.stage.sweeps()
         one.hear(Reconnected())
         await one.done()
         await worker.clock.until_sleeping(3)
-        assert len(worker.told(RunClaimed)) <= 1
+        await worker.lives(1.0)
+        await worker.until_idle()
+        assert len(worker.told(RunClaimed)) == 1
 
 
 @rule("O33", "O35")

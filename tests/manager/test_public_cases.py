@@ -28,6 +28,8 @@ from tests.manager.spoiled import PATIENCE, Body, Echo, gated, manager_on, over,
 from tests.manager.workers import NEEDS_AGENT, Worker, store_without_hints
 from tests.rules import rule
 
+pytestmark = pytest.mark.timeout(60)
+
 RESUMES: Final[Any] = {"backoff_min": "10 ms", "backoff_max": "10 ms"}
 """Settings under which what was left may be taken up again at once."""
 
