@@ -154,7 +154,7 @@ def _reading(dialect: Dialect) -> FromClause:
 def _reading_behind_others(dialect: Dialect) -> FromClause:
     """See ``admission.admitted_at``. Whoever queues up not delayed holds the incumbent's row, in a statement before
     this one: those before it are seen, those after it see it."""
-    waiting = runs.alias("never_delayed")
+    waiting = runs.alias("waiting")
     queued = and_(waiting.c.thread_id == bindparam("p_thread"), waiting.c.status == word(RunStatus.QUEUED))
     earlier = select(waiting.c.created_at).where(queued, ~delayed(waiting.c))
     instants = union_all(select(dialect.now.label("at")), earlier).subquery("instants")
