@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from deerflow_runs.errors import UsageError
 from deerflow_runs.manager.lease import RunLease
 from deerflow_runs.model import CancelAction, Run, RunId, RunKey, SessionState, ThreadId, WorkerId
 from deerflow_runs.store.signals import SignalMode
-
-if TYPE_CHECKING:
-    pass
 
 
 @final

@@ -270,7 +270,8 @@ class RunManager:
 
     async def try_start(self, run: Any, *, timeout: float | None = None) -> Start:
         """Wait for the run's turn and start it: ``Started(lease)``, ``Ended(run)`` or, after ``timeout`` seconds,
-        ``Waiting``. Whoever is answered ``Started`` ends it with ``settle`` and asks ``lease.check()`` on the way."""
+        ``Waiting``. Whoever is answered ``Started`` ends it with ``settle`` and asks ``lease.check()`` on the way; who
+        does not within ``cancel_grace`` after the run was told to stop is not waited for."""
         return await self._here().attaching.try_start(key_of(run), timeout)
 
     async def settle(self, run: Any, outcome: Outcome = SUCCEEDED) -> Run:
