@@ -370,6 +370,24 @@ async def test_nothing_but_a_loss_stops_a_restore_that_asks_its_lease(how: str, 
         await passes_until(one, leaving)
 
 
+@rule("O4", "O18")
+async def test_a_restore_that_takes_too_long_stops_once_another_worker_has_seized_its_run(one: One) -> None:
+    careful = Careful(code := Code())
+    run = await one.admits(careful)
+    await code.running.wait()
+    await one.parts.cancelling.cancel(run.key, CancelAction.ROLLBACK, wait=False, timeout=None, scope=EVERYONE)
+    await careful.restoring.wait()
+    held = one.held(run)
+    assert held is not None
+    await one.sweeps()
+    assert not held.lease.fenced
+    neighbour = await one.stage.opens(WorkerId("host:neighbour"))
+    await one.stage.happens(RunEvent.SEIZE, await one.row(run), AT_ONCE, by=Actor(neighbour))
+    await one.sweeps()
+    await held.over.wait()
+    assert (held.lease.fenced, careful.restored) == (True, 0)
+
+
 # --- Cancels --------------------------------------------------------------------------------------------------------
 
 

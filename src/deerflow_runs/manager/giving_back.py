@@ -19,7 +19,7 @@ from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import RunLease
 from deerflow_runs.manager.life import Life
 from deerflow_runs.manager.registry import Held, Phase
-from deerflow_runs.model import MICROS_PER_SECOND, Run, RunId, RunStatus, StopReason, WorkerId, micros
+from deerflow_runs.model import EVERYONE, MICROS_PER_SECOND, Run, RunId, RunStatus, StopReason, WorkerId, micros
 from deerflow_runs.observe import ReservationReleased, RunGivenBack, RunSeized, RunSettled
 from deerflow_runs.protocol.decision import Applied, Given
 from deerflow_runs.protocol.lifecycle import RunEvent
@@ -80,6 +80,7 @@ class GivingBack:
             if self._ground.worker_id != me:
                 return 0  # O13: what the old session owned is taken back, or an orphan
             fenced = self._fence(running, {(run.run_id, run.epoch) for run in owned})
+            fenced += await self._fence_ending(me, {run.run_id for run in owned})
             given_up = self._give_up_unattached()
             given_back = [run for run in self._ripe(owned) if await self._give_back(run)]
             return fenced + given_up + len(given_back)
@@ -96,6 +97,22 @@ class GivingBack:
         for one in lost:
             fence(self._ground, one.held, NOT_OURS)
         return len(lost)
+
+    async def _fence_ending(self, me: WorkerId, owned: set[RunId]) -> int:
+        """What is being ended or restored here changes its own row, so that only a row that names somebody else is a
+        loss: another worker has seized what took longer than the grace (O4), and two would restore it side by side."""
+        held = [one for one in self._ground.registry.all() if one.phase is Phase.SETTLING and one.lease.worker_id == me]
+        lost = 0
+        for one in held:
+            if one.run.run_id in owned or one.lease.fenced or one.over.is_set():
+                continue
+            lease, epoch = one.lease, one.lease.epoch
+            row = await self._ground.store.get(one.key, scope=EVERYONE)
+            elsewhere = row is not None and row.active and row.owner_worker_id not in (None, me)
+            if elsewhere and one.lease is lease and lease.epoch == epoch:
+                fence(self._ground, one, NOT_OURS)
+                lost += 1
+        return lost
 
     # --- Held, and nobody came for it -------------------------------------------------------------------------------
 
