@@ -30,7 +30,7 @@ from deerflow_runs.store.sql import SqlRunStore
 from tests.manager.workers import AGENT, Worker, store_without_hints
 from tests.rules import rule
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.fixture

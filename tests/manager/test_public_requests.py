@@ -402,7 +402,7 @@ async def test_a_shutdown_is_no_cancel_but_a_users_cancel_during_it_counts(
             await let_go.wait()
 
     async with store_at(store_dsn) as elsewhere, manager_on(elsewhere) as other:
-        leaving = RunManager(store, config=calm(drain="20 s"))
+        leaving = RunManager(store, config=calm(drain="6 s"))
         await leaving.start_heartbeat()
         run = await leaving.submit(THREAD, cleans_up)
         await running.wait()
