@@ -225,10 +225,12 @@ async def test_a_local_cancel_stops_the_body_although_no_question_is_answered(
         run = await manager.submit(THREAD, cleans_up, restore=restore)
         await running.wait()
         faults.always(hung.before if store_is == "hung" else failing(), *QUESTIONS)
-        answer = await manager.cancel(run, action)
+        try:
+            answer = await asyncio.wait_for(manager.cancel(run, action), PATIENCE / 4)
+            await told.wait()
+        finally:
+            let_go.set()
         assert answer.outcome is CancelOutcome.REQUESTED
-        await told.wait()
-        let_go.set()
         faults.mend()
         hung.open()
         ended = await run.join(timeout=PATIENCE)
