@@ -224,7 +224,7 @@ def test_two_names_of_one_file_are_one_lock(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StoreUnavailable, match=r"missing/runs\.db"):
+    with pytest.raises(InvalidDsn, match="missing does not exist"):
         upgrade(str(tmp_path / "missing" / "runs.db"))
 
 

@@ -31,6 +31,7 @@ from deerflow_runs.store.migrate_connect import (
     sqlite_connection,
 )
 from deerflow_runs.store.migrate_lock import Patience, postgres_lock, sqlite_lock
+from deerflow_runs.store.sqlite_file import require_usable
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -218,6 +219,7 @@ def _upgrade(database: Database, dsn: str, revision: str, also: Sequence[SetUp],
 def _upgrade_sqlite(database: Sqlite, dsn: str, revision: str, also: Sequence[SetUp], patience: Patience) -> None:
     if database.path is None:
         raise InvalidDsn("a database in memory is gone before anybody could use it; name a file")
+    require_usable(database.path)
     with sqlite_lock(database.path, patience):
         with sqlite_connection(database, begin="BEGIN IMMEDIATE") as connection:
             keep_a_log(connection)

@@ -38,6 +38,7 @@ from deerflow_runs.store.sqlite_connection import (
     wal_reset_risk,
     wall_clock,
 )
+from deerflow_runs.store.sqlite_file import require_usable
 from deerflow_runs.store.units import Unit
 
 T = TypeVar("T")
@@ -110,6 +111,8 @@ class SqliteUnits:
         """See ``Units.open``. A database in memory is made here, as nobody else could."""
         require_version()
         path = self._database.path
+        if path is not None:
+            require_usable(path)
         if path is not None and not path.exists():
             check(self._database.display())  # refuses; connecting would leave an empty file behind
         with self._opening:
