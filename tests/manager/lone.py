@@ -1,4 +1,4 @@
-"""A worker with no reconciler and no heartbeat, on a real store: a live session, a registry, and what it told of itself.
+"""A worker without reconciler and heartbeat, on a real store: a live session, a registry, and what it told of itself.
 
 Its session is opened and confirmed by hand, so a test decides when trust ends.
 """
