@@ -70,8 +70,8 @@ class CancelOutcome(StrEnum):
     CANCELLED = "cancelled"
     """The run has ended as interrupted."""
     REQUESTED = "requested"
-    """It is recorded, or will be when the store is back if this worker holds the run; whoever holds it stops it, normally
-    within milliseconds. A body that finishes first ends as the row then says."""
+    """It is recorded, or will be when the store is back if this worker holds the run; whoever holds it stops it,
+    normally within milliseconds. A body that finishes first ends as the row then says."""
     TAKEN_OVER = "taken_over"
     """Its holder is gone: the run was ended, or is being restored, in its place."""
     NOT_CANCELLABLE = "not_cancellable"
