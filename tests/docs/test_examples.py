@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, examples
 from tests.rules import rule
+
+
+def test_every_example_is_run_here() -> None:
+    assert [example.name for example in examples()] == ["bot.py", "ownership_demo.py"]
 
 
 def shown(example: str, folder: Path) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, Block, blocks, broken_links, examples, name, pages
+from tests.docs.pages import ROOT, Block, blocks, broken_links, name, pages
 
 each_page = pytest.mark.parametrize("page", pages(), ids=name)
 
@@ -68,12 +68,6 @@ def test_every_command_on_a_page_exists(page: Path) -> None:
     for block in of(page, "sh"):
         for command in _commands(block):
             assert _exists(command), f"{name(page)}, below line {block.line}: {shlex.join(command)}"
-
-
-@pytest.mark.parametrize("example", examples() or [None], ids=lambda path: name(path) if path else "there are none")
-def test_every_example_runs(example: Path | None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if example is not None:
-        _run_python([str(example)], tmp_path, DATABASE_URL=request.getfixturevalue("postgres_dsn"))
 
 
 def of(page: Path, language: str) -> list[Block]:
