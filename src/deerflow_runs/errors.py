@@ -77,7 +77,7 @@ class ThreadBusy(DeerflowRunsError):
     """
 
     def __init__(self, *, thread_id: str, holder: str | None, owner: str | None, retry_after: int) -> None:
-        who = f"run {holder}" if holder else "another operation"
+        who = f"operation {holder}" if holder else "another operation"
         where = f" on worker {owner}" if owner else ""
         super().__init__(f"thread {thread_id} is busy: {who}{where} holds it; retry in {retry_after} s")
         self.thread_id = thread_id
@@ -119,11 +119,14 @@ class StillWaiting(DeerflowRunsError):
 class RunCancelled(DeerflowRunsError):
     """The run was stopped by a cancel, its time limit or a shutdown; ``stop_reason`` says which, as it was stored.
 
-    None: how it ended could not be learnt, or is not decided yet.
+    None: how it ended could not be learnt or is not decided yet, or it had ended by itself before it was entered, which
+    the message tells.
     """
 
-    def __init__(self, *, run_id: str, thread_id: str, stop_reason: str | None) -> None:
-        super().__init__(f"run {run_id} on thread {thread_id} was stopped: {stop_reason or 'its end is not known yet'}")
+    def __init__(self, *, run_id: str, thread_id: str, stop_reason: str | None, ended_as: str | None = None) -> None:
+        known = f"has ended as {ended_as}" if ended_as else "was stopped: its end is not known yet"
+        what = f"was stopped: {stop_reason}" if stop_reason else known
+        super().__init__(f"run {run_id} on thread {thread_id} {what}")
         self.run_id = run_id
         self.thread_id = thread_id
         self.stop_reason = stop_reason

@@ -21,6 +21,7 @@ from deerflow_runs.manager.granting import Granting
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.ids import new_id
 from deerflow_runs.manager.lease import StopCause
+from deerflow_runs.manager.mistakes import word
 from deerflow_runs.model import (
     CancelAction,
     OnDisconnect,
@@ -74,7 +75,7 @@ class Request:
     delay: timedelta = timedelta(0)
     run_timeout: timedelta | None = None
     on_disconnect: OnDisconnect | str | None = None
-    on_orphan: OnOrphan | None = None
+    on_orphan: OnOrphan | str | None = None
     max_attempts: int | None = None
     requirements: frozenset[str] = frozenset()
     stateless: bool = False
@@ -118,14 +119,14 @@ class Admitting:
     def _newcomer(self, request: Request, *, pinned: bool) -> Newcomer:
         config = self._ground.config
         kwargs, named = request.kwargs, request.executor is not None
-        on_orphan = (request.on_orphan or config.on_orphan) if named else OnOrphan.FAIL
+        on_orphan = _word(OnOrphan, request.on_orphan, config.on_orphan, "on_orphan")
         requirements = request.requirements | ({CAPABILITY + str(request.executor)} if named else set())
         timeout = request.run_timeout if request.run_timeout is not None else config.run_timeout
-        _positive(timeout, "run_timeout")
-        if request.delay < timedelta(0):
+        _positive(_duration(timeout, "run_timeout"), "run_timeout")
+        if _duration(request.delay, "delay") < timedelta(0):
             raise InvalidValue("delay", "must not be negative")
         return Newcomer(
-            run_id=RunId(request.run_id or new_id()),
+            run_id=RunId(request.run_id if request.run_id is not None else new_id()),
             thread_id=ThreadId(request.thread_id),
             worker_id=self._ground.worker_id,
             strategy=_word(Strategy, request.strategy, config.strategy, "multitask_strategy"),
@@ -140,7 +141,7 @@ class Admitting:
             model_name=request.model_name,
             metadata=self._metadata(request.metadata),
             on_disconnect=_word(OnDisconnect, request.on_disconnect, config.on_disconnect, "on_disconnect"),
-            on_orphan=on_orphan,
+            on_orphan=on_orphan if named else OnOrphan.FAIL,
             required_capabilities=frozenset(requirements),
             idempotency_key=request.idempotency_key,
             payload_digest=_digest(request) if request.idempotency_key is not None else None,
@@ -336,16 +337,17 @@ def _positive(value: timedelta, path: str) -> None:
         raise InvalidValue(path, "must be longer than nothing")
 
 
-Word = TypeVar("Word", Strategy, OnDisconnect)
+def _duration(value: Any, path: str) -> timedelta:
+    if not isinstance(value, timedelta):
+        raise InvalidValue(path, f"must be a timedelta, not a value of type {type(value).__name__}")
+    return value
+
+
+Word = TypeVar("Word", Strategy, OnDisconnect, OnOrphan)
 
 
 def _word(kind: type[Word], given: Word | str | None, otherwise: Word, path: str) -> Word:
-    if given is None:
-        return otherwise
-    try:
-        return kind(given)
-    except ValueError:
-        raise InvalidValue(path, f"must be one of {', '.join(word.value for word in kind)}") from None
+    return otherwise if given is None else word(kind, given, path)
 
 
 def _digest(request: Request) -> str:

@@ -129,5 +129,5 @@ def key_of(ref: Any) -> RunKey:
     if isinstance(key, RunKey):
         return key
     raise UsageError(
-        f"a run is named by its RunKey(thread_id, run_id), its row, lease or handle, not by {type(ref).__name__}"
+        f"a run is named by its RunKey(thread_id, run_id), its row, lease or handle, not by a {type(ref).__name__}"
     )

@@ -225,7 +225,10 @@ class Execution:
 
     def _cancelled(self, run: Run | None) -> RunCancelled:
         reason = run.stop_reason if run is not None else None
-        return RunCancelled(run_id=self._key.run_id, thread_id=self._key.thread_id, stop_reason=reason)
+        ended_as = run.status.value if run is not None and run.terminal else None
+        return RunCancelled(
+            run_id=self._key.run_id, thread_id=self._key.thread_id, stop_reason=reason, ended_as=ended_as
+        )
 
 
 async def take_back_cancellations(

@@ -13,6 +13,8 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
+from deerflow_runs.errors import StoreUnavailable
+from deerflow_runs.manager.faults import log_fault
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.hooks import ON_RECOVERED, ON_SETTLED, WANTED, Hook, Hooks
 from deerflow_runs.manager.waiting import ended, first_of
@@ -159,6 +161,8 @@ class Deliveries:
             await asyncio.shield(self._postpone(delivery, 0.0))
             raise
         except Exception as error:  # noqa: BLE001 - a host's hook may raise anything, and the next end must be told
+            if not isinstance(error, StoreUnavailable):
+                log_fault(f"{kind} for run {delivery.key.run_id}", error)
             self._ground.observe(DeliveryFailed(**self._names(delivery, kind), error=error_code(error)))
             await self._postpone(delivery, self._backoff(delivery.attempt))
         else:

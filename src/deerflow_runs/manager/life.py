@@ -16,6 +16,7 @@ from typing import Any, Final, assert_never, final
 
 from deerflow_runs.errors import StoreUnavailable, UsageError
 from deerflow_runs.manager.executor import NOTHING_TO_RESTORE, Drained, Executor, NeedsCapability
+from deerflow_runs.manager.faults import log_fault
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import RunLease, StopCause, enter
 from deerflow_runs.manager.outcome import SUCCEEDED, Outcome
@@ -149,7 +150,7 @@ class Life:
             if await self.start():
                 await self.part(await self._body())
         except Exception as error:  # noqa: BLE001 - a task of its own: nobody else would hear of it
-            self._lose(f"{type(error).__name__} here")
+            self._broken(error)
         finally:
             self.leave()
 
@@ -158,7 +159,7 @@ class Life:
         try:
             await self.part(end)
         except Exception as error:  # noqa: BLE001 - a task of its own: nobody else would hear of it
-            self._lose(f"{type(error).__name__} here")
+            self._broken(error)
         finally:
             self.leave()
 
@@ -170,9 +171,14 @@ class Life:
             if not await self.restore():
                 await self._roll_back()
         except Exception as error:  # noqa: BLE001 - a task of its own: nobody else would hear of it
-            self._lose(f"{type(error).__name__} here")
+            self._broken(error)
         finally:
             self.leave()
+
+    def _broken(self, error: Exception) -> None:
+        """Not the run's code but what carries it out has failed."""
+        log_fault(f"what carries out run {self._lease.run_id}", error)
+        self._lose(f"{type(error).__name__} here")
 
     # --- Start ------------------------------------------------------------------------------------------------------
 
@@ -185,6 +191,7 @@ class Life:
             try:
                 given = Given(base_heads=await held.executor.heads(lease.run))
             except Exception as error:  # noqa: BLE001 - an executor's own failure is the run's
+                self._log(error)
                 await self.part(Failed(error_text(error)))
                 return False
         decision = await self._ask(RunEvent.START, given, unless_stopped=True)
@@ -219,7 +226,15 @@ class Life:
         if not body.done():
             return self.abandoned.result()
         error = asyncio.CancelledError() if body.cancelled() else body.exception()
-        return body_end(lease, None if error else body.result(), error)
+        end = body_end(lease, None if error else body.result(), error)
+        if error is not None and isinstance(end, Failed):
+            self._log(error)
+        return end
+
+    def _log(self, error: BaseException) -> None:
+        """The code of a run in the background has no caller to whom it could be raised."""
+        lease = self._lease
+        log_fault(f"{lease.run.executor or 'the function'} of run {lease.run_id} on {lease.thread_id}", error)
 
     async def _run_body(self) -> Outcome | None:
         executor, run = self._held.executor, self._lease.run
@@ -496,6 +511,7 @@ class Life:
             return True
         error = await self._restored_by(self._held.executor or NOTHING_TO_RESTORE)
         if error is not None:
+            self._log(error)
             self._ground.observe(RestoreFailed(**self._names(), error=type(error).__name__))
             return self._lease.fenced
         self._ground.observe(RunRestored(**self._names()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, cast, final
@@ -22,8 +21,9 @@ from deerflow_runs.manager.answers import AdmittedRun, CancelResult, Start, Stat
 from deerflow_runs.manager.attaching import Execution
 from deerflow_runs.manager.executor import CAPABILITY, Executor, LocalExecutor, RestoreFunction, RunFunction
 from deerflow_runs.manager.handle import RunHandle
-from deerflow_runs.manager.hooks import Hook, Hooks
+from deerflow_runs.manager.hooks import ON_RECOVERED, ON_SETTLED, Hook, Hooks
 from deerflow_runs.manager.life import Failed, Finished
+from deerflow_runs.manager.mistakes import require_parts, require_work, unknown_options, word
 from deerflow_runs.manager.outcome import SUCCEEDED, Outcome
 from deerflow_runs.manager.parts import Parts, Setup
 from deerflow_runs.manager.registry import Phase
@@ -68,7 +68,7 @@ class RunOptions(TypedDict, total=False):
     delay: timedelta
     run_timeout: timedelta | None
     on_disconnect: OnDisconnect | str | None
-    on_orphan: OnOrphan | None
+    on_orphan: OnOrphan | str | None
     max_attempts: int | None
     requirements: frozenset[str]
     stateless: bool
@@ -100,6 +100,8 @@ class RunManager:
         labels: Mapping[str, str] | None = None,
         clock: Clock | None = None,
     ) -> None:
+        hooks = {ON_SETTLED: on_settled, ON_RECOVERED: on_recovered}
+        require_parts(store, executors or {}, observers, hooks)
         self._store = store
         self._executors = dict(executors or {})
         config, clock = config or RunsConfig(), clock or SystemClock()
@@ -223,6 +225,7 @@ class RunManager:
                 thread_id, options, kwargs=stored, executor=work, payload_version=executor.payload_version
             )
         else:
+            require_work(work)
             executor = LocalExecutor(work, restore)
             request = _request(thread_id, options, kwargs=executor.encode(input))
         admitted = await parts.admitting.admit(request, executor, for_caller=False)
@@ -253,12 +256,17 @@ class RunManager:
         return RunHandle(admitted, parts.joining, parts.cancelling)
 
     def reserve_thread_operation(
-        self, thread_id: str, kind: OperationKind, *, user_id: str | None = None
+        self, thread_id: str, kind: OperationKind | str, *, user_id: str | None = None
     ) -> Reservation:
         """``async with``: hold a thread for something that is no run. See ``Reservation``."""
         parts = self._here()
         return Reservation(
-            parts.ground, parts.admitting, parts.tasks.spawn, thread_id=thread_id, kind=kind, user_id=user_id
+            parts.ground,
+            parts.admitting,
+            parts.tasks.spawn,
+            thread_id=thread_id,
+            kind=word(OperationKind, kind, "kind"),
+            user_id=user_id,
         )
 
     # --- Carrying out in the caller's task --------------------------------------------------------------------------
@@ -320,7 +328,7 @@ class RunManager:
         cancel) as it then stands. Never raises for a run that is gone, ended or foreign: see ``CancelOutcome``.
         """
         return await self._here(leaving=True).cancelling.cancel(
-            key_of(run), CancelAction(action), wait=wait, timeout=timeout, scope=scope
+            key_of(run), word(CancelAction, action, "action"), wait=wait, timeout=timeout, scope=scope
         )
 
     async def join(self, run: Any, *, timeout: float | None = None, scope: Scope = EVERYONE) -> Run | None:
@@ -428,10 +436,10 @@ def _request(
     payload_version: int = 1,
 ) -> Request:
     """The caller's words as one value. Raises ``UsageError`` naming an option that does not exist."""
-    known = {"strategy" if name == "multitask_strategy" else name: value for name, value in options.items()}
-    unknown = known.keys() - {one.name for one in fields(Request)}
+    unknown = options.keys() - RunOptions.__annotations__.keys()
     if unknown:
-        raise UsageError(f"there is no option {', '.join(sorted(unknown))}; see RunOptions for those there are")
+        raise unknown_options(unknown, RunOptions.__annotations__)
+    known = {"strategy" if name == "multitask_strategy" else name: value for name, value in options.items()}
     return Request(
         thread_id=thread_id, kwargs=kwargs, executor=executor, payload_version=payload_version, **cast("Any", known)
     )

@@ -216,7 +216,9 @@ class SqliteLine:
     def _open(self, *, query_only: bool) -> Connection:
         path = self._database.path
         if path is None or not path.exists():  # connecting would make an empty one
-            raise StoreUnavailable(f"{self._database}: the file is gone")
+            raise StoreUnavailable(
+                f"{self._database}: there is no such file; the store was not opened, or the file is gone"
+            )
         return sqlite_engine(self._database, clock=self._clock, query_only=query_only).connect()
 
     def _connected(self) -> _Link:
