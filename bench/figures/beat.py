@@ -124,18 +124,20 @@ def _statements() -> Iterator[Callable[[], int]]:
         event.remove(Engine, "before_cursor_execute", note)
 
 
-async def _log_of(dsn: str, session_line: SessionLine, size: int, beats: int) -> tuple[float, float]:
-    """Bytes for each of so many beats, some time after a checkpoint and the full pages that follow it; and how many of
-    a hundred updates touched no index."""
+async def _log_of(dsn: str, session_line: SessionLine, size: int, beats: int) -> tuple[list[float], float]:
+    """Bytes for each beat, in each round, after a checkpoint and the full pages that follow it; and how many of a
+    hundred updates touched no index. The server's own writing falls into some rounds."""
     await asyncio.to_thread(do, dsn, "CHECKPOINT")
     for _ in range(COUNTED):
         await _beat(session_line, size)
-    before = await _written(dsn)
-    for _ in range(beats):
-        await _beat(session_line, size)
-    after = await _written(dsn)
+    written = []
+    for _ in range(beats // COUNTED):
+        before = await _written(dsn)
+        for _ in range(COUNTED):
+            await _beat(session_line, size)
+        written.append((await _written(dsn) - before) / COUNTED)
     updates, heap_only = await _counted_updates(dsn, session_line, size, beats)
-    return (after - before) / beats, 100 * heap_only / updates
+    return written, 100 * heap_only / updates
 
 
 async def _written(dsn: str) -> int:

@@ -212,9 +212,8 @@ class Drain:
         await self._say_so()
         known = [held.run for held in self._ground.registry.all()]
         if known or list(await self._insist(lambda: store.owned(self._ground.worker_id))):
-            await self._each_batch(store.hand_over)
-            await self._each_batch(store.end_held)
-            await self._each_batch(store.release_held)
+            # Each leaves other runs, so none waits for the answers to the others.
+            await asyncio.gather(*map(self._each_batch, (store.hand_over, store.end_held, store.release_held)))
         await self._each_batch(store.end_waiting)
         self._expect_nothing()
 
