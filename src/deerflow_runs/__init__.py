@@ -36,7 +36,7 @@ from deerflow_runs.manager.lease import (
     check_in_thread,
     current_lease,
 )
-from deerflow_runs.manager.manager import RunManager
+from deerflow_runs.manager.manager import RunManager, RunOptions
 from deerflow_runs.manager.outcome import Outcome
 from deerflow_runs.model import (
     EVERYONE,
@@ -96,6 +96,7 @@ __all__ = [
     "RunKey",
     "RunLease",
     "RunManager",
+    "RunOptions",
     "RunStatus",
     "RunStopped",
     "RunsConfig",

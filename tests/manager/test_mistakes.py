@@ -106,6 +106,9 @@ async def test_words_are_accepted_as_text_and_wrong_ones_answered_with_the_right
     nothing = RunKey(ThreadId("thread"), RunId("none"))
     with pytest.raises(InvalidValue, match="action: must be one of interrupt, rollback"):
         await manager.cancel(nothing, "stop")
+    handle = await manager.submit("elsewhere", no_op)
+    with pytest.raises(InvalidValue, match="action: must be one of interrupt, rollback"):
+        await handle.cancel("stop")
     with pytest.raises(InvalidValue, match="kind: must be one of run, checkpoint_write"):
         manager.reserve_thread_operation("thread", "write")
     async with manager.reserve_thread_operation("thread", "checkpoint_write") as lease:

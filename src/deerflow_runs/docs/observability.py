@@ -100,6 +100,10 @@ Values that could break a line are quoted, absent ones read `-`. A record also c
 as attributes of their own, for handlers that write JSON; where a log record has an attribute of the same name, the
 field's ends in an underscore (`message_`).
 
+An executor, a function, a restore or a hook that raises in the background is logged as well, by
+`deerflow_runs.manager` at ERROR and without any observer: the type of the error and the stack. What a run's error says
+is in its row (`run.error`).
+
 ## Counters
 
 `Counters()` counts events, and adds up how long settled runs were held. `snapshot()` gives plain numbers, from any

@@ -7,6 +7,7 @@ from typing import final
 from deerflow_runs.manager.answers import AdmittedRun, CancelResult
 from deerflow_runs.manager.cancelling import Cancelling
 from deerflow_runs.manager.joining import Joining
+from deerflow_runs.manager.mistakes import word
 from deerflow_runs.model import EVERYONE, CancelAction, Run, RunId, RunKey, ThreadId
 
 
@@ -51,7 +52,8 @@ class RunHandle:
         return run
 
     async def cancel(
-        self, action: CancelAction = CancelAction.INTERRUPT, *, wait: bool = False, timeout: float | None = None
+        self, action: CancelAction | str = CancelAction.INTERRUPT, *, wait: bool = False, timeout: float | None = None
     ) -> CancelResult:
         """See ``RunManager.cancel``."""
-        return await self._cancelling.cancel(self.key, action, wait=wait, timeout=timeout, scope=EVERYONE)
+        chosen = word(CancelAction, action, "action")
+        return await self._cancelling.cancel(self.key, chosen, wait=wait, timeout=timeout, scope=EVERYONE)

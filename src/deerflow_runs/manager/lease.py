@@ -203,7 +203,10 @@ class RunLease:
         return self._cancels
 
     def idempotency_key(self, step: str) -> str:
-        """For effects that cannot be fenced: ``run:epoch:step``, the same for a repeat of this step by this holder."""
+        """For effects that cannot be fenced: ``run:epoch:step``, the same for a repeat of this step by this holder.
+
+        The next holder of the run has another epoch, and so another key: who wants to drop its repeats too looks at the
+        run and the step only."""
         return f"{self.run_id}:{self.epoch}:{step}"
 
     # --- The gate ---------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ class RestoreFailed(EventOfRun):
 class RunFenced(EventOfRun):
     """This worker does not own the run any more: it stops it, and writes and publishes nothing of it (O18).
 
-    Once for each lease. What the run did outside may happen twice, unless it used the lease's idempotency keys.
+    Once for each lease. What the run did outside may happen twice, unless the other side drops repeats.
     """
 
     level = logging.WARNING
