@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from sqlalchemy import make_url
 
-from deerflow_runs.errors import InvalidValue, RunCancelled, UsageError
+from deerflow_runs.errors import InvalidValue, RunCancelled, StoreUnavailable, UsageError
 from deerflow_runs.manager.faults import log_fault
 from deerflow_runs.manager.lease import RunLease
 from deerflow_runs.manager.manager import RunManager
@@ -123,6 +124,19 @@ async def test_a_block_over_a_run_that_has_ended_says_how_it_ended(manager: RunM
         async with manager.execute(run):
             pytest.fail("the block of an ended run was entered")
     assert caught.value.stop_reason is None
+
+
+async def test_a_server_that_does_not_answer_is_named_and_its_password_is_not() -> None:
+    with pytest.raises(StoreUnavailable, match=r"cannot open postgresql://nobody@127.0.0.1:1/none: ") as caught:
+        await store_at(f"postgresql://nobody:{SECRET}@127.0.0.1:1/none").open()
+    assert SECRET not in str(caught.value)
+    assert "stored" not in str(caught.value), "nothing was asked that could have been"
+
+
+async def test_a_database_that_is_not_there_is_named_by_our_own_error(postgres_dsn: str) -> None:
+    elsewhere = make_url(postgres_dsn).set(database="not_there").render_as_string(hide_password=False)
+    with pytest.raises(StoreUnavailable, match=r'cannot open .*/not_there.*: database "not_there" does not exist$'):
+        await store_at(elsewhere).open()
 
 
 # --- Not silent -----------------------------------------------------------------------------------------------------

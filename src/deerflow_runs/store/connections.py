@@ -19,9 +19,10 @@ from sqlalchemy import NullPool
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from deerflow_runs.errors import UsageError
+from deerflow_runs.errors import StoreUnavailable, UsageError
 from deerflow_runs.store.database import Postgres
 from deerflow_runs.store.dialect import POSTGRES, Dialect
+from deerflow_runs.store.failures import driver_error
 from deerflow_runs.store.migrate import check_connection
 from deerflow_runs.store.retry import RetryPolicy, retrying
 from deerflow_runs.store.shield import see_through
@@ -110,11 +111,19 @@ class PostgresUnits:
             self._desk = _Desk([_Held(self._engine, self._patience) for _ in range(self._connections)])
             weakref.finalize(self, _keep_if_left_behind, self._desk).atexit = False
         try:
-            await self.read(lambda connection: check_connection(connection, self._database))
+            await self._check()
         except BaseException:
             if first:
                 await self.close()  # nobody closes what could not be opened
             raise
+
+    async def _check(self) -> None:
+        """A wrong address shows here first; the answer names it, and nothing was asked that could have been stored."""
+        try:
+            await self.read(lambda connection: check_connection(connection, self._database))
+        except (StoreUnavailable, DBAPIError) as error:
+            driver = driver_error(error)
+            raise StoreUnavailable(f"cannot open {self._database}: {driver}") from driver
 
     async def close(self) -> None:
         """See ``Units.close``."""
