@@ -79,18 +79,21 @@ class Steps:
         self.restored.append(lease.run_id)
 
 
+CALM = RunsConfig.for_tests(attach_deadline="60 s", cancel_grace="30 s")
+"""A busy machine comes late for its own runs, and hears late of its cancels."""
+
+
 @pytest.fixture
 async def manager(store: SqlRunStore) -> AsyncIterator[RunManager]:
     """One worker with the executor ``steps``."""
-    config = RunsConfig.for_tests(attach_deadline="60 s")  # a busy machine comes late for its own runs
-    async with RunManager(store, executors={"steps": Steps()}, config=config) as running:
+    async with RunManager(store, executors={"steps": Steps()}, config=CALM) as running:
         yield running
 
 
 @pytest.fixture
 async def other(store_dsn: str) -> AsyncIterator[RunManager]:
     """Another worker on the same database, over a store of its own, that can run only local code."""
-    async with store_at(store_dsn) as own, RunManager(own, config=RunsConfig.for_tests()) as running:
+    async with store_at(store_dsn) as own, RunManager(own, config=CALM) as running:
         yield running
 
 
