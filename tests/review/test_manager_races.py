@@ -18,10 +18,10 @@ from deerflow_runs.errors import ReservationLost, StoreUnavailable
 from deerflow_runs.manager.admitting import Request
 from deerflow_runs.manager.answers import AdmittedRun, CancelOutcome, Ended, Started
 from deerflow_runs.manager.attaching import Execution
+from deerflow_runs.manager.body import Finished
 from deerflow_runs.manager.executor import CAPABILITY, Executor, LocalExecutor
 from deerflow_runs.manager.hooks import Hooks
 from deerflow_runs.manager.lease import RunLease
-from deerflow_runs.manager.life import Finished
 from deerflow_runs.manager.manager import RunManager
 from deerflow_runs.manager.messages import TrustEnded, TrustRegained
 from deerflow_runs.manager.outcome import SUCCEEDED

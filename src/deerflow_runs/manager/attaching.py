@@ -14,9 +14,10 @@ from typing import Any, final
 from deerflow_runs.errors import RunCancelled, StillWaiting, UsageError
 from deerflow_runs.manager.admitting import Spawn
 from deerflow_runs.manager.answers import Ended, Start, Started, Waiting
+from deerflow_runs.manager.body import BodyEnd, Failed, Finished, Stopped, body_end
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import OwnershipLost, RunLease, enter, leave
-from deerflow_runs.manager.life import BodyEnd, Failed, Finished, Life, Stopped, body_end
+from deerflow_runs.manager.life import Life
 from deerflow_runs.manager.registry import Expected, Held, Phase
 from deerflow_runs.model import EVERYONE, Run, RunKey
 

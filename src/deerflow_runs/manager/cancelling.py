@@ -12,10 +12,10 @@ from deerflow_runs.errors import StoreUnavailable
 from deerflow_runs.manager.admitting import Admitting, Spawn
 from deerflow_runs.manager.answers import CancelOutcome, CancelResult
 from deerflow_runs.manager.attaching import Attaching
+from deerflow_runs.manager.body import Stopped
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.joining import Joining
 from deerflow_runs.manager.lease import StopCause
-from deerflow_runs.manager.life import Stopped
 from deerflow_runs.manager.registry import Held, Phase
 from deerflow_runs.manager.scoping import visible
 from deerflow_runs.model import EVERYONE, CancelAction, Run, RunKey, RunStatus, Scope, micros

@@ -12,8 +12,7 @@ from typing import Any, Final, final
 
 from deerflow_runs.manager.granting import Granting
 from deerflow_runs.manager.ground import Ground
-from deerflow_runs.manager.life import pause_after
-from deerflow_runs.manager.waiting import first_of
+from deerflow_runs.manager.waiting import first_of, pause_after
 from deerflow_runs.model import Run, SessionState
 from deerflow_runs.observe import ClaimFailed, RunClaimed, error_code
 from deerflow_runs.protocol.recovery import ResumeBudget

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar, final
 
 from deerflow_runs.errors import UsageError
+from deerflow_runs.manager.body import Stopped
 from deerflow_runs.manager.granting import Granting
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import StopCause
-from deerflow_runs.manager.life import Stopped
 from deerflow_runs.manager.registry import Phase
 from deerflow_runs.model import MICROS_PER_SECOND, Run
 from deerflow_runs.observe import (

@@ -10,11 +10,12 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, final
 
+from deerflow_runs.manager.body import BodyEnd, Stopped
 from deerflow_runs.manager.executor import Executor
 from deerflow_runs.manager.fencing import fence
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import RunLease, StopCause
-from deerflow_runs.manager.life import BodyEnd, Life, Stopped
+from deerflow_runs.manager.life import Life
 from deerflow_runs.manager.registry import Held, Phase
 from deerflow_runs.model import Run, SessionState
 

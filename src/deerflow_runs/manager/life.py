@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, assert_never, final
 
 from deerflow_runs.errors import StoreUnavailable, UsageError
-from deerflow_runs.manager.executor import NOTHING_TO_RESTORE, Drained, Executor, NeedsCapability
+from deerflow_runs.manager.body import BodyEnd, Deferred, Failed, Finished, Stopped, body_end, error_text
+from deerflow_runs.manager.executor import NOTHING_TO_RESTORE, Executor
 from deerflow_runs.manager.faults import log_fault
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import RunLease, StopCause, enter
-from deerflow_runs.manager.outcome import SUCCEEDED, Outcome
+from deerflow_runs.manager.outcome import Outcome
 from deerflow_runs.manager.registry import Held, Phase
+from deerflow_runs.manager.waiting import pause_after
 from deerflow_runs.model import EVERYONE, MICROS_PER_SECOND, CancelAction, Run, RunStatus, StopReason, micros
 from deerflow_runs.observe import (
     LingeringEnded,
@@ -41,80 +43,8 @@ from deerflow_runs.protocol.decision import NOTHING_GIVEN, Applied, Decision, Gi
 from deerflow_runs.protocol.drain import Parting, parting
 from deerflow_runs.protocol.lifecycle import Refusal, RunEvent
 
-FIRST_PAUSE: Final = 0.2
-LAST_PAUSE: Final = 5.0
-"""Seconds between two tries to tell the store something that it did not answer, doubling."""
-
 INSIST_EVERY: Final = 1.0
 """Seconds between two cancellations of a body that was told to stop."""
-
-
-def pause_after(failures: int) -> float:
-    """Seconds to wait after so many failures in a row."""
-    return float(min(LAST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, 10)))
-
-
-# --- How a body ended -----------------------------------------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """By itself, with an outcome; also when a stop had been asked for and came too late."""
-
-    outcome: Outcome
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """With an error of its own; ``error`` is what is stored."""
-
-    error: str
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """Because it was told to, or because its caller is gone (``cause`` None)."""
-
-    cause: StopCause | None
-    action: CancelAction | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Deferred:
-    """It needs what this worker does not have."""
-
-    names: frozenset[str]
-
-
-BodyEnd = Finished | Failed | Stopped | Deferred
-
-
-def body_end(lease: RunLease, result: object, error: BaseException | None) -> BodyEnd:
-    """How a body ended. What it returns counts if it is an ``Outcome``; anything else is a plain success.
-
-    Asks the lease before the type of the error: a library may turn a cancellation into anything (O18).
-    """
-    if lease.fenced:
-        return Stopped(StopCause.LOST)
-    if error is None:
-        return Finished(result if isinstance(result, Outcome) else SUCCEEDED)
-    if isinstance(error, NeedsCapability):
-        return Deferred(error.names)
-    if isinstance(error, Drained):
-        return Stopped(StopCause.DRAIN)
-    if lease.stop_cause is not None or isinstance(error, asyncio.CancelledError):
-        return Stopped(lease.stop_cause, lease.cancel_action)
-    return Failed(error_text(error))
-
-
-def error_text(error: BaseException) -> str:
-    """What a run's row says of its error: the type and the message, on one line if it was one."""
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 SETTLING: Final = {
@@ -123,9 +53,6 @@ SETTLING: Final = {
     RunStatus.TIMEOUT: RunEvent.SETTLE_TIMEOUT,
     RunStatus.INTERRUPTED: RunEvent.SETTLE_CANCELLED,
 }
-
-
-# --- The life -------------------------------------------------------------------------------------------------------
 
 
 @final
@@ -375,19 +302,12 @@ class Life:
 
     async def _defer(self, names: frozenset[str]) -> None:
         decision = await self._ask(RunEvent.DEFER, Given(requirements=names))
-        match decision:
-            case Applied():
-                self._ground.observe(RunDeferred(**self._names(), requirements=tuple(sorted(names))))
-                await self._ground.work_appeared()
-            case Refused(Refusal.RECORDED | Refusal.NOTHING_NEW):
-                text = f"NeedsCapability: needs {', '.join(sorted(names))}, and cannot be deferred any more"
-                await self._settle(RunEvent.SETTLE_ERROR, Given(error=text))
-            case Refused():
-                await self._refused(decision)
-            case None:
-                pass
-            case _:
-                assert_never(decision)
+        if isinstance(decision, Refused) and decision.reason in (Refusal.RECORDED, Refusal.NOTHING_NEW):
+            text = f"NeedsCapability: needs {', '.join(sorted(names))}, and cannot be deferred any more"
+            await self._settle(RunEvent.SETTLE_ERROR, Given(error=text))
+        elif await self._happened(decision) is not None:
+            self._ground.observe(RunDeferred(**self._names(), requirements=tuple(sorted(names))))
+            await self._ground.work_appeared()
 
     async def give_back(self, reason: str) -> None:
         """This process cannot go on with it: as if it had died with the run (O12, O30)."""
@@ -400,42 +320,32 @@ class Life:
         decision = await self._ask(RunEvent.GIVE_BACK_RESUME, pause)
         if isinstance(decision, Refused) and decision.reason is Refusal.OTHER_POLICY:
             decision = await self._ask(RunEvent.GIVE_BACK_FAIL, pause)
-        match decision:
-            case Applied(run):
-                self._ground.observe(RunGivenBack(**self._names(), status=run.status))
-                await self._after(run)
-            case Refused():
-                await self._refused(decision)
-            case None:
-                pass
-            case _:
-                assert_never(decision)
+        if (run := await self._happened(decision)) is not None:
+            self._ground.observe(RunGivenBack(**self._names(), status=run.status))
+            await self._after(run)
 
     async def _move(self, event: RunEvent, given: Given) -> None:
-        decision = await self._ask(event, given)
-        match decision:
-            case Applied():
-                self._ground.observe(RunHandedOver(**self._names()))
-                await self._ground.work_appeared()
-            case Refused():
-                await self._refused(decision)
-            case None:
-                pass
-            case _:
-                assert_never(decision)
+        if await self._happened(await self._ask(event, given)) is not None:
+            self._ground.observe(RunHandedOver(**self._names()))
+            await self._ground.work_appeared()
 
     async def _settle(self, event: RunEvent, given: Given) -> None:
         limit = self._ground.config.max_error_text
         if given.error is not None:
             given = replace(given, error=given.error.encode(errors="replace")[:limit].decode(errors="ignore"))
-        decision = await self._ask(event, given)
+        if (run := await self._happened(await self._ask(event, given))) is not None:
+            await self._ended(run)
+
+    async def _happened(self, decision: Decision | None) -> Run | None:
+        """The row, if it happened. Otherwise what the refusal demands instead has been done, or the run is lost."""
         match decision:
             case Applied(run):
-                await self._ended(run)
+                return run
             case Refused():
                 await self._refused(decision)
+                return None
             case None:
-                pass
+                return None
             case _:
                 assert_never(decision)
 

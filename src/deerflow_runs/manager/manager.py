@@ -19,10 +19,10 @@ from deerflow_runs.errors import RunCancelled, UsageError
 from deerflow_runs.manager.admitting import Request
 from deerflow_runs.manager.answers import AdmittedRun, CancelResult, Start, Stats, key_of
 from deerflow_runs.manager.attaching import Execution
+from deerflow_runs.manager.body import Failed, Finished
 from deerflow_runs.manager.executor import CAPABILITY, Executor, LocalExecutor, RestoreFunction, RunFunction
 from deerflow_runs.manager.handle import RunHandle
 from deerflow_runs.manager.hooks import ON_RECOVERED, ON_SETTLED, Hook, Hooks
-from deerflow_runs.manager.life import Failed, Finished
 from deerflow_runs.manager.mistakes import require_parts, require_work, unknown_options, word
 from deerflow_runs.manager.outcome import SUCCEEDED, Outcome
 from deerflow_runs.manager.parts import Parts, Setup

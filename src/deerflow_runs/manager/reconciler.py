@@ -16,9 +16,9 @@ from deerflow_runs.manager.giving_back import GivingBack
 from deerflow_runs.manager.granting import Granting
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import StopCause
-from deerflow_runs.manager.life import pause_after
 from deerflow_runs.manager.sweeping import Sweeping
 from deerflow_runs.manager.taking_back import TakingBack
+from deerflow_runs.manager.waiting import pause_after
 from deerflow_runs.model import MICROS_PER_SECOND, WorkerId
 from deerflow_runs.observe import SweepFailed, error_code
 from deerflow_runs.protocol.recovery import next_sweep, sweep_phase

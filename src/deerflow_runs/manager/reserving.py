@@ -14,8 +14,8 @@ from deerflow_runs.manager.admitting import Admitting, Spawn
 from deerflow_runs.manager.attaching import take_back_cancellations
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import RunLease
-from deerflow_runs.manager.life import pause_after
 from deerflow_runs.manager.registry import Held, Phase
+from deerflow_runs.manager.waiting import pause_after
 from deerflow_runs.model import OperationKind
 from deerflow_runs.observe import ReservationLost as LostReservation
 from deerflow_runs.observe import ReservationReleased, ReservationTaken

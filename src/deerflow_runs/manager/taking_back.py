@@ -13,8 +13,8 @@ from typing import Any, Final, assert_never, final
 from deerflow_runs.manager.fencing import fence
 from deerflow_runs.manager.ground import Ground
 from deerflow_runs.manager.lease import RunLease
-from deerflow_runs.manager.life import pause_after
 from deerflow_runs.manager.registry import Held, Phase
+from deerflow_runs.manager.waiting import pause_after
 from deerflow_runs.model import Run, WorkerId
 from deerflow_runs.observe import RunTakenBack, SweepFailed, error_code
 from deerflow_runs.protocol.decision import Actor, Applied, Decision, Refused

@@ -17,6 +17,10 @@ T = TypeVar("T")
 OBEDIENCE: Final = 1.0
 """Seconds that something cancelled gets to end before nobody waits for it any more."""
 
+FIRST_PAUSE: Final = 0.2
+LAST_PAUSE: Final = 5.0
+"""Seconds between two tries to tell the store something that it did not answer, doubling."""
+
 
 class GivenUp(DeerflowRunsError):
     """There was no answer in time; what was asked may have happened. ``ended``: nothing of it goes on any more."""
@@ -77,3 +81,8 @@ def _forget(task: asyncio.Task[Any]) -> None:
     """Nobody asks for the outcome of what was cancelled; asyncio would complain of an error nobody looked at."""
     if not task.cancelled():
         task.exception()
+
+
+def pause_after(failures: int) -> float:
+    """Seconds to wait after so many failures in a row."""
+    return float(min(LAST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, 10)))
