@@ -111,9 +111,7 @@ thread; whatever collects metrics can read them when it is asked. No metrics lib
 
 ```python
 counters.observed(
-    RunSettled(
-        worker_id="host:1", run_id="r", thread_id="t", epoch=1, status="success", stop_reason=None, seconds=2.5
-    )
+    RunSettled(worker_id="host:1", run_id="r", thread_id="t", epoch=1, status="success", stop_reason=None, seconds=2.5)
 )
 now = counters.snapshot()
 assert now.of(RunSettled) == now.of(RunSettled, "success") == 1
