@@ -42,10 +42,13 @@ def _let_go(worker: Worker, key: RunKey) -> bool:
 async def test_workers_that_were_stopped_past_their_leases_write_nothing_of_what_they_lost(
     fleet: Fleet, soak: bool
 ) -> None:
-    """Ten stops and more of them; each of the runs is somewhere else in its life."""
+    """Ten stops and more of them, until one of the stopped was really taken for dead: a writer that is stopped inside
+    its transaction on SQLite keeps everybody from judging. Each of the runs is somewhere else in its life."""
     chance = random.Random(7)
     *stopped, _ = await fleet.starts(4)
-    for _ in range(60 if soak else 4):
+    rounds = 60 if soak else 4
+    while rounds > 0 or not any(worker.events("SessionReplaced") for worker in stopped):
+        rounds -= 1
         held = [(worker, await fleet.submits(worker, payload={"steps": 12, "pause": 0.02})) for worker in stopped * 3]
         await fleet.until_started(*(key for _, key in held))
         await asyncio.gather(*(stopped_for_a_while(worker, chance) for worker in stopped))
@@ -53,7 +56,6 @@ async def test_workers_that_were_stopped_past_their_leases_write_nothing_of_what
         assert {run.status for run in rows} == {RunStatus.SUCCESS}
         for worker, key in held:
             await fenced_or_kept(fleet, worker, key)
-    assert any(worker.events("SessionReplaced") for worker in stopped)
 
 
 @rule("O14", "O34", "O12", "I8", "I11", "I20")
