@@ -10,7 +10,7 @@ import pytest
 from deerflow_runs.store.dsn import parse_dsn
 from deerflow_runs.store.opening import store_at
 from deerflow_runs.store.sql import SqlRunStore
-from deerflow_runs.store.units import open_units
+from deerflow_runs.store.units import Units, open_units
 from tests.contract.emptying import emptied
 
 
@@ -32,3 +32,15 @@ async def store(store_dsn: str) -> AsyncIterator[SqlRunStore]:
     """An open store on it."""
     async with store_at(store_dsn) as opened:
         yield opened
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+async def units(request: pytest.FixtureRequest) -> AsyncIterator[Units]:
+    """Units of work on an empty database of each kind."""
+    name = {"sqlite": "sqlite_dsn", "postgres": "emptied_postgres_dsn"}[request.param]
+    opened = open_units(parse_dsn(cast("str", request.getfixturevalue(name))))
+    await opened.open()
+    if request.param == "postgres":
+        await emptied(opened)
+    yield opened
+    await opened.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast, final
+from typing import Any, final
 
 import pytest
 
@@ -16,27 +16,13 @@ from deerflow_runs.observe import DeliveryFailed, DeliveryMade, RunSettled
 from deerflow_runs.protocol.decision import Actor, Given
 from deerflow_runs.protocol.lifecycle import RunEvent
 from deerflow_runs.store.base import OutboxKind
-from deerflow_runs.store.dsn import parse_dsn
-from deerflow_runs.store.units import Units, open_units
-from tests.contract.emptying import emptied
+from deerflow_runs.store.units import Units
 from tests.contract.lives import ended, happened, started
 from tests.manager.leaving import Leaver, leaver, polite
 from tests.rules import rule
 
 GONE = WorkerId("host:gone")
 HOUR = Micros(3_600_000_000)
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-async def units(request: pytest.FixtureRequest) -> AsyncIterator[Units]:
-    """Units of work on an empty database of each kind."""
-    name = {"sqlite": "sqlite_dsn", "postgres": "emptied_postgres_dsn"}[request.param]
-    opened = open_units(parse_dsn(cast("str", request.getfixturevalue(name))))
-    await opened.open()
-    if request.param == "postgres":
-        await emptied(opened)
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import cast
 
 import pytest
 
@@ -16,26 +15,12 @@ from deerflow_runs.observe import DrainBegun, DrainEnded, DrainHurried, DrainSte
 from deerflow_runs.protocol.decision import Actor, Given
 from deerflow_runs.protocol.drain import ORDER, Step
 from deerflow_runs.protocol.lifecycle import RunEvent
-from deerflow_runs.store.dsn import parse_dsn
-from deerflow_runs.store.units import Units, open_units
-from tests.contract.emptying import emptied
+from deerflow_runs.store.units import Units
 from tests.contract.lives import happened, started
 from tests.manager.leaving import AGENT, Leaver, leaver, polite
 from tests.rules import rule
 
 SHUTDOWN = ("interrupted", "shutdown")
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-async def units(request: pytest.FixtureRequest) -> AsyncIterator[Units]:
-    """Units of work on an empty database of each kind."""
-    name = {"sqlite": "sqlite_dsn", "postgres": "emptied_postgres_dsn"}[request.param]
-    opened = open_units(parse_dsn(cast("str", request.getfixturevalue(name))))
-    await opened.open()
-    if request.param == "postgres":
-        await emptied(opened)
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

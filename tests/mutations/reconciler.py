@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutations import Mutation
+from tests.mutations.manager import manager
 
 HERE = "tests/manager/"
 SWEEPS = HERE + "test_reconciler.py::"
 PACE = HERE + "test_pace.py::"
 CLAIMS = HERE + "test_claiming.py::"
 BACK = HERE + "test_taking_back.py::"
-
-
-def manager(name: str, rule: str, module: str, old: str, new: str, test: str) -> Mutation:
-    path = f"src/deerflow_runs/manager/{module}.py"
-    return Mutation(name, rule, path, old, new, (test if test.endswith("]") else f"{test}[sqlite]",))
 
 
 SWEEPING: Final = [
